@@ -1,0 +1,103 @@
+"""locant names every tensor of a transformer's forward pass, reads it, and changes it.
+
+Public names are loaded when they are first used, so that importing locant imports neither torch nor
+transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from locant import points as points
+    from locant.address import Address as Address
+    from locant.address import format_address as format_address
+    from locant.address import parse_address as parse_address
+    from locant.address import to_address as to_address
+    from locant.anatomy.facts import Facts as Facts
+    from locant.engine.cache import Cache as Cache
+    from locant.engine.eager.model import EagerModel as Model
+    from locant.engine.eager.model import load_model as load_model
+    from locant.errors import AddressError as AddressError
+    from locant.errors import CacheError as CacheError
+    from locant.errors import LayerOutOfRange as LayerOutOfRange
+    from locant.errors import LocantError as LocantError
+    from locant.errors import ModelError as ModelError
+    from locant.errors import ModulePathError as ModulePathError
+    from locant.errors import PointError as PointError
+    from locant.errors import PointUnavailable as PointUnavailable
+    from locant.errors import PromptError as PromptError
+    from locant.errors import UnknownCoordinate as UnknownCoordinate
+    from locant.errors import UnknownPoint as UnknownPoint
+    from locant.points import POINTS as POINTS
+    from locant.points import Point as Point
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "POINTS",
+    "Address",
+    "AddressError",
+    "Cache",
+    "CacheError",
+    "Facts",
+    "LayerOutOfRange",
+    "LocantError",
+    "Model",
+    "ModelError",
+    "ModulePathError",
+    "Point",
+    "PointError",
+    "PointUnavailable",
+    "PromptError",
+    "UnknownCoordinate",
+    "UnknownPoint",
+    "format_address",
+    "load_model",
+    "parse_address",
+    "points",
+    "to_address",
+]
+
+_SUBMODULES = frozenset({"points"})
+
+_HOMES = {
+    "POINTS": "points",
+    "Address": "address",
+    "AddressError": "errors",
+    "Cache": "engine.cache",
+    "CacheError": "errors",
+    "Facts": "anatomy.facts",
+    "LayerOutOfRange": "errors",
+    "LocantError": "errors",
+    "Model": "engine.eager.model:EagerModel",
+    "ModelError": "errors",
+    "ModulePathError": "errors",
+    "Point": "points",
+    "PointError": "errors",
+    "PointUnavailable": "errors",
+    "PromptError": "errors",
+    "UnknownCoordinate": "errors",
+    "UnknownPoint": "errors",
+    "format_address": "address",
+    "load_model": "engine.eager.model",
+    "parse_address": "address",
+    "to_address": "address",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on first use, and let it say that it lives in ``locant``."""
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].partition(":")
+    value = getattr(import_module(f"{__name__}.{module}"), attribute or name)
+    if hasattr(value, "__qualname__"):
+        value.__module__ = __name__
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
