@@ -78,8 +78,8 @@ class Point:
         scope: ``trunk`` (one tensor per forward, no layer) or ``block`` (one per layer).
         axes: the axes of the tensor after ``batch``, named as locators name them; ``stream`` and ``expert``
             are the two that locators lack, ``head, neuron`` may be stored as one flat axis.
-        width: the factors whose product is what the last axis counts, heads included: names of facts, or
-            ``query`` and ``key`` where the prompt decides.
+        width: the factors whose product is what the last axis counts, heads included (for a stack of
+            streams: the streams): names of facts, or ``query`` and ``key`` where the prompt decides.
         needs: what the model or the block must have.
         value: ``float`` or ``integer``.
         read_only: why it cannot be written, or None where it can be.
@@ -124,6 +124,9 @@ class Point:
 
 _HOOK = Service("hook")
 _RECOMPUTE = Service("recompute")
+_UNTAPPED_GATE = Service(
+    "unimplemented", "The projection is a module on vLLM's tree too, but no tap is wired to it yet."
+)
 _FUSED_BRANCHES = Service(
     "unreachable",
     "vLLM computes both MLP branches in one fused gate_up_proj, so neither of them leaves a module.",
@@ -132,384 +135,147 @@ _FUSED_EXPERTS = Service(
     "unreachable",
     "vLLM picks the experts inside its fused MoE kernel, which returns only their combined output.",
 )
+_FUSED_LOGITS = Service(
+    "unreachable", "vLLM unembeds, scales and soft-caps in one compute_logits call; ask for logits instead."
+)
 
-_RESIDUAL = ("position", "neuron")
-_PER_HEAD = ("position", "head", "neuron")
-_PATTERN = ("head", "dest_pos", "src_pos")
 _COEFFICIENT = "it is a coefficient of the residual streams, not an activation"
+_CHOICE = "it is an integer choice, not an activation"
+
+_Names = tuple[str, ...]
+_Shape = tuple[_Names, _Names]
+
+_MODEL: _Shape = (("position", "neuron"), ("d_model",))
+_NEURONS: _Shape = (("position", "neuron"), ("d_mlp",))
+_VOCABULARY: _Shape = (("position", "neuron"), ("vocab_size",))
+_HEADS: _Shape = (("position", "head", "neuron"), ("n_heads", "head_dim"))
+_KV_HEADS: _Shape = (("position", "head", "neuron"), ("n_kv_heads", "head_dim"))
+_PATTERN: _Shape = (("head", "dest_pos", "src_pos"), ("n_heads", "query", "key"))
+_EXPERTS: _Shape = (("position", "expert"), ("n_experts",))
+_CHOSEN: _Shape = (("position", "expert"), ("experts_per_token",))
+_STACK: _Shape = (("position", "stream", "neuron"), ("n_streams",))
+_STREAM_VECTOR: _Shape = (("position", "stream"), ("n_streams",))
+_STREAM_MATRIX: _Shape = (("position", "stream", "stream"), ("n_streams",))
 
 
 def _trunk(
-    name: str,
-    meaning: str,
-    width: tuple[str, ...],
-    needs: Requirement,
-    proof: tuple[str, ...],
-    *,
-    vllm: Service = _HOOK,
+    name: str, shape: _Shape, needs: Requirement, proof: _Names, meaning: str, vllm: Service = _HOOK
 ) -> Point:
-    return Point(name, meaning, "trunk", _RESIDUAL, width, needs, "float", None, proof, _HOOK, vllm)
+    axes, width = shape
+    return Point(name, meaning, "trunk", axes, width, needs, "float", None, proof, _HOOK, vllm)
 
 
 def _block(
     name: str,
-    meaning: str,
-    axes: tuple[str, ...],
-    width: tuple[str, ...],
+    shape: _Shape,
     needs: Requirement,
-    proof: tuple[str, ...],
+    proof: _Names,
+    meaning: str,
     *,
     value: Value = "float",
     read_only: str | None = None,
     vllm: Service = _HOOK,
     takes_stream: bool = False,
 ) -> Point:
+    axes, width = shape
     return Point(
         name, meaning, "block", axes, width, needs, value, read_only, proof, _HOOK, vllm, takes_stream
     )
 
 
-_MODEL = ("d_model",)
-_HEADS = ("n_heads", "head_dim")
-_KV_HEADS = ("n_kv_heads", "head_dim")
-_NEURONS = ("d_mlp",)
-_MATRIX = ("n_heads", "query", "key")
-_STREAMS = ("n_streams",)
-
+# The formatter would spread each row over ten lines, and a table has to be read as one.
+# fmt: off
 _ROWS = (
-    _trunk(
-        "embeddings",
-        "The embedding module's output, scaled where that module scales.",
-        _MODEL,
-        "always",
-        ("embedding", "first_residual"),
-    ),
-    _block(
-        "resid_pre",
-        "The residual entering the block.",
-        _RESIDUAL,
-        _MODEL,
-        "always",
-        ("chain",),
-        takes_stream=True,
-    ),
-    _block(
-        "attn_stream_collapse",
-        "The one vector that attention reads from the residual streams, before its norm.",
-        _RESIDUAL,
-        _MODEL,
-        "streams",
-        ("stream_update",),
-    ),
-    _block(
-        "attn_in",
-        "What the token mixer was handed, after the norm before it where there is one.",
-        _RESIDUAL,
-        _MODEL,
-        "always",
-        ("attn_input",),
-    ),
-    _block(
-        "query",
-        "The query projection per head, before any norm and before position encoding.",
-        _PER_HEAD,
-        _HEADS,
-        "attention",
-        ("projection", "rotation"),
-    ),
-    _block(
-        "key",
-        "The key projection per head, before any norm and before position encoding.",
-        _PER_HEAD,
-        _KV_HEADS,
-        "attention",
-        ("projection", "rotation"),
-    ),
-    _block(
-        "value",
-        "The value projection per head.",
-        _PER_HEAD,
-        _KV_HEADS,
-        "attention",
-        ("projection", "mixing"),
-    ),
-    _block(
-        "attn_gate",
-        "The raw projection that the output gate is taken from, as wide as the module makes it: twice the "
-        "heads where query and gate share one.",
-        _PER_HEAD,
-        _HEADS,
-        "gated_attention",
-        ("gate",),
-        vllm=Service(
-            "unimplemented", "The projection is a module on vLLM's tree too, but no tap is wired to it yet."
-        ),
-    ),
-    _block(
-        "q_norm_in",
-        "The query entering QK-norm.",
-        _PER_HEAD,
-        _HEADS,
-        "qk_norm",
-        ("projection", "qk_norm"),
-    ),
-    _block(
-        "q_norm_out",
-        "The query leaving QK-norm.",
-        _PER_HEAD,
-        _HEADS,
-        "qk_norm",
-        ("qk_norm", "rotation"),
-    ),
-    _block(
-        "k_norm_in",
-        "The key entering QK-norm.",
-        _PER_HEAD,
-        _KV_HEADS,
-        "qk_norm",
-        ("projection", "qk_norm"),
-    ),
-    _block(
-        "k_norm_out",
-        "The key leaving QK-norm.",
-        _PER_HEAD,
-        _KV_HEADS,
-        "qk_norm",
-        ("qk_norm", "rotation"),
-    ),
-    _block(
-        "query_rotated",
-        "The query that attention really multiplies, after norm and position encoding.",
-        _PER_HEAD,
-        _HEADS,
-        "attention",
-        ("scores",),
-    ),
-    _block(
-        "key_rotated",
-        "The key that attention really multiplies, after norm and position encoding.",
-        _PER_HEAD,
-        _KV_HEADS,
-        "attention",
-        ("scores",),
-    ),
-    _block(
-        "attn_scores",
-        "The query-key matrix as the softmax receives it: scaled, capped and masked, without sink columns.",
-        _PATTERN,
-        _MATRIX,
-        "attention",
-        ("scores", "softmax"),
-        vllm=_RECOMPUTE,
-    ),
-    _block(
-        "attn_probs",
-        "The attention pattern: what each query position takes from each key position, never renormalised.",
-        _PATTERN,
-        _MATRIX,
-        "attention",
-        ("softmax", "mixing"),
-        vllm=_RECOMPUTE,
-    ),
-    _block(
-        "z",
-        "Each head's output before W_O, after the output gate where there is one.",
-        _PER_HEAD,
-        _HEADS,
-        "attention",
-        ("mixing", "attn_output"),
-    ),
-    _block(
-        "attn_out",
-        "The token mixer's own output, before any norm after it.",
-        _RESIDUAL,
-        _MODEL,
-        "always",
-        ("attn_output", "attn_contribution"),
-    ),
-    _block(
-        "attn_out_post",
-        "What attention adds to the residual, its post-norm and multiplier included.",
-        _RESIDUAL,
-        _MODEL,
-        "always",
-        ("attn_contribution", "mid_sum"),
-    ),
-    _block(
-        "attn_stream_write",
-        "The weight with which attention's output is written to each residual stream.",
-        ("position", "stream"),
-        _STREAMS,
-        "streams",
-        ("stream_update",),
-        read_only=_COEFFICIENT,
-    ),
-    _block(
-        "attn_stream_mix",
-        "The doubly-stochastic matrix that remixes the residual streams after attention's write.",
-        ("position", "stream", "stream"),
-        _STREAMS,
-        "streams",
-        ("stream_update",),
-        read_only=_COEFFICIENT,
-    ),
-    _block(
-        "resid_mid",
-        "The residual between attention and MLP: what the norm before the MLP receives.",
-        _RESIDUAL,
-        _MODEL,
-        "sequential_block",
-        ("mid_sum", "mlp_input"),
-        takes_stream=True,
-    ),
-    _block(
-        "mlp_stream_collapse",
-        "The one vector that the MLP reads from the residual streams, before its norm.",
-        _RESIDUAL,
-        _MODEL,
-        "streams",
-        ("stream_update",),
-    ),
-    _block(
-        "mlp_in",
-        "What the channel mixer was handed, after the norm before it where there is one.",
-        _RESIDUAL,
-        _MODEL,
-        "always",
-        ("mlp_input",),
-    ),
-    _block(
-        "mlp_pre",
-        "The neurons before the activation function: the gate branch of a gated MLP.",
-        _RESIDUAL,
-        _NEURONS,
-        "mlp",
-        ("branches", "activation"),
-        vllm=_FUSED_BRANCHES,
-    ),
-    _block(
-        "mlp_pre_linear",
-        "The linear branch of a gated MLP.",
-        _RESIDUAL,
-        _NEURONS,
-        "gated_mlp",
-        ("branches", "activation"),
-        vllm=_FUSED_BRANCHES,
-    ),
-    _block(
-        "mlp_act",
-        "The neurons after the activation function, times the linear branch where there is one.",
-        _RESIDUAL,
-        _NEURONS,
-        "mlp",
-        ("activation", "mlp_output"),
-    ),
-    _block(
-        "router_logits",
-        "The router's output, one number per expert.",
-        ("position", "expert"),
-        ("n_experts",),
-        "moe",
-        ("routing",),
-    ),
-    _block(
-        "expert_weights",
-        "The weights of the chosen experts, in the router's ranking order: a selection out of n_experts.",
-        ("position", "expert"),
-        ("experts_per_token",),
-        "moe",
-        ("routing", "expert_sum"),
-        vllm=_FUSED_EXPERTS,
-    ),
-    _block(
-        "expert_indices",
-        "Which experts were chosen, in the router's ranking order: a selection out of n_experts.",
-        ("position", "expert"),
-        ("experts_per_token",),
-        "moe",
-        ("routing", "expert_sum"),
-        value="integer",
-        read_only="it is an integer choice, not an activation",
-        vllm=_FUSED_EXPERTS,
-    ),
-    _block(
-        "mlp_out",
-        "The channel mixer's own output, before any norm after it.",
-        _RESIDUAL,
-        _MODEL,
-        "always",
-        ("mlp_output", "expert_sum", "mlp_contribution"),
-    ),
-    _block(
-        "mlp_out_post",
-        "What the MLP adds to the residual, its post-norm and multiplier included.",
-        _RESIDUAL,
-        _MODEL,
-        "always",
-        ("mlp_contribution", "block_sum"),
-    ),
-    _block(
-        "mlp_stream_write",
-        "The weight with which the MLP's output is written to each residual stream.",
-        ("position", "stream"),
-        _STREAMS,
-        "streams",
-        ("stream_update",),
-        read_only=_COEFFICIENT,
-    ),
-    _block(
-        "mlp_stream_mix",
-        "The matrix that remixes the residual streams after the MLP's write.",
-        ("position", "stream", "stream"),
-        _STREAMS,
-        "streams",
-        ("stream_update",),
-        read_only=_COEFFICIENT,
-    ),
-    _block(
-        "resid_post",
-        "The residual leaving the block.",
-        _RESIDUAL,
-        _MODEL,
-        "always",
-        ("block_sum", "chain"),
-        takes_stream=True,
-    ),
-    _block(
-        "resid_streams",
-        "The block's output as the whole stack of residual streams.",
-        ("position", "stream", "neuron"),
-        _STREAMS,
-        "streams",
-        ("stream_update",),
-        takes_stream=True,
-    ),
-    _trunk(
-        "final_norm",
-        "The output of the trunk's last norm.",
-        _MODEL,
-        "final_norm",
-        ("final_norm", "unembedding"),
-    ),
-    _trunk(
-        "lm_head",
-        "The bare unembedding, before the family's own scaling and soft-capping.",
-        ("vocab_size",),
-        "unembedding",
-        ("unembedding",),
-        vllm=Service(
-            "unreachable",
-            "vLLM unembeds, scales and soft-caps in one compute_logits call; ask for logits instead.",
-        ),
-    ),
-    _trunk(
-        "logits",
-        "The model's logits, after the family's own scaling and soft-capping.",
-        ("vocab_size",),
-        "unembedding",
-        ("logits",),
-    ),
+    _trunk("embeddings", _MODEL, "always", ("embedding", "first_residual"),
+           "The embedding module's output, scaled where that module scales."),
+    _block("resid_pre", _MODEL, "always", ("chain",),
+           "The residual entering the block.", takes_stream=True),
+    _block("attn_stream_collapse", _MODEL, "streams", ("stream_update",),
+           "The one vector that attention reads from the residual streams, before its norm."),
+    _block("attn_in", _MODEL, "always", ("attn_input",),
+           "What the token mixer was handed, after the norm before it where there is one."),
+    _block("query", _HEADS, "attention", ("projection", "rotation"),
+           "The query projection per head, before any norm and before position encoding."),
+    _block("key", _KV_HEADS, "attention", ("projection", "rotation"),
+           "The key projection per head, before any norm and before position encoding."),
+    _block("value", _KV_HEADS, "attention", ("projection", "mixing"),
+           "The value projection per head."),
+    _block("attn_gate", _HEADS, "gated_attention", ("gate",),
+           "The raw projection that the output gate is taken from, as wide as the module makes it: twice "
+           "the heads where query and gate share one.", vllm=_UNTAPPED_GATE),
+    _block("q_norm_in", _HEADS, "qk_norm", ("projection", "qk_norm"),
+           "The query entering QK-norm."),
+    _block("q_norm_out", _HEADS, "qk_norm", ("qk_norm", "rotation"),
+           "The query leaving QK-norm."),
+    _block("k_norm_in", _KV_HEADS, "qk_norm", ("projection", "qk_norm"),
+           "The key entering QK-norm."),
+    _block("k_norm_out", _KV_HEADS, "qk_norm", ("qk_norm", "rotation"),
+           "The key leaving QK-norm."),
+    _block("query_rotated", _HEADS, "attention", ("scores",),
+           "The query that attention really multiplies, after norm and position encoding."),
+    _block("key_rotated", _KV_HEADS, "attention", ("scores",),
+           "The key that attention really multiplies, after norm and position encoding."),
+    _block("attn_scores", _PATTERN, "attention", ("scores", "softmax"),
+           "The query-key matrix as the softmax receives it: scaled, capped and masked, without sink "
+           "columns.", vllm=_RECOMPUTE),
+    _block("attn_probs", _PATTERN, "attention", ("softmax", "mixing"),
+           "The attention pattern: what each query position takes from each key position, never "
+           "renormalised.", vllm=_RECOMPUTE),
+    _block("z", _HEADS, "attention", ("mixing", "attn_output"),
+           "Each head's output before W_O, after the output gate where there is one."),
+    _block("attn_out", _MODEL, "always", ("attn_output", "attn_contribution"),
+           "The token mixer's own output, before any norm after it."),
+    _block("attn_out_post", _MODEL, "always", ("attn_contribution", "mid_sum"),
+           "What attention adds to the residual, its post-norm and multiplier included."),
+    _block("attn_stream_write", _STREAM_VECTOR, "streams", ("stream_update",),
+           "The weight with which attention's output is written to each residual stream.",
+           read_only=_COEFFICIENT),
+    _block("attn_stream_mix", _STREAM_MATRIX, "streams", ("stream_update",),
+           "The doubly-stochastic matrix that remixes the residual streams after attention's write.",
+           read_only=_COEFFICIENT),
+    _block("resid_mid", _MODEL, "sequential_block", ("mid_sum", "mlp_input"),
+           "The residual between attention and MLP: what the norm before the MLP receives.",
+           takes_stream=True),
+    _block("mlp_stream_collapse", _MODEL, "streams", ("stream_update",),
+           "The one vector that the MLP reads from the residual streams, before its norm."),
+    _block("mlp_in", _MODEL, "always", ("mlp_input",),
+           "What the channel mixer was handed, after the norm before it where there is one."),
+    _block("mlp_pre", _NEURONS, "mlp", ("branches", "activation"),
+           "The neurons before the activation function: the gate branch of a gated MLP.",
+           vllm=_FUSED_BRANCHES),
+    _block("mlp_pre_linear", _NEURONS, "gated_mlp", ("branches", "activation"),
+           "The linear branch of a gated MLP.", vllm=_FUSED_BRANCHES),
+    _block("mlp_act", _NEURONS, "mlp", ("activation", "mlp_output"),
+           "The neurons after the activation function, times the linear branch where there is one."),
+    _block("router_logits", _EXPERTS, "moe", ("routing",),
+           "The router's output, one number per expert."),
+    _block("expert_weights", _CHOSEN, "moe", ("routing", "expert_sum"),
+           "The weights of the chosen experts, in the router's ranking order: a selection out of n_experts.",
+           vllm=_FUSED_EXPERTS),
+    _block("expert_indices", _CHOSEN, "moe", ("routing", "expert_sum"),
+           "Which experts were chosen, in the router's ranking order: a selection out of n_experts.",
+           value="integer", read_only=_CHOICE, vllm=_FUSED_EXPERTS),
+    _block("mlp_out", _MODEL, "always", ("mlp_output", "expert_sum", "mlp_contribution"),
+           "The channel mixer's own output, before any norm after it."),
+    _block("mlp_out_post", _MODEL, "always", ("mlp_contribution", "block_sum"),
+           "What the MLP adds to the residual, its post-norm and multiplier included."),
+    _block("mlp_stream_write", _STREAM_VECTOR, "streams", ("stream_update",),
+           "The weight with which the MLP's output is written to each residual stream.",
+           read_only=_COEFFICIENT),
+    _block("mlp_stream_mix", _STREAM_MATRIX, "streams", ("stream_update",),
+           "The matrix that remixes the residual streams after the MLP's write.", read_only=_COEFFICIENT),
+    _block("resid_post", _MODEL, "always", ("block_sum", "chain"),
+           "The residual leaving the block.", takes_stream=True),
+    _block("resid_streams", _STACK, "streams", ("stream_update",),
+           "The block's output as the whole stack of residual streams, each d_model wide.", takes_stream=True),
+    _trunk("final_norm", _MODEL, "final_norm", ("final_norm", "unembedding"),
+           "The output of the trunk's last norm."),
+    _trunk("lm_head", _VOCABULARY, "unembedding", ("unembedding",),
+           "The bare unembedding, before the family's own scaling and soft-capping.", vllm=_FUSED_LOGITS),
+    _trunk("logits", _VOCABULARY, "unembedding", ("logits",),
+           "The model's logits, after the family's own scaling and soft-capping."),
 )
+# fmt: on
 
 POINTS: Mapping[str, Point] = MappingProxyType({point.name: point for point in _ROWS})
 """Every point by its name, in the order in which a forward pass computes them."""
