@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from locant.address import to_address as to_address
     from locant.anatomy.facts import Facts as Facts
     from locant.engine.cache import Cache as Cache
-    from locant.engine.eager.model import EagerModel as Model
-    from locant.engine.eager.model import load_model as load_model
+    from locant.engine.eager.model import EagerModel as EagerModel
     from locant.errors import AddressError as AddressError
     from locant.errors import CacheError as CacheError
     from locant.errors import LayerOutOfRange as LayerOutOfRange
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from locant.errors import PromptError as PromptError
     from locant.errors import UnknownCoordinate as UnknownCoordinate
     from locant.errors import UnknownPoint as UnknownPoint
+    from locant.load import load_model as load_model
     from locant.points import POINTS as POINTS
     from locant.points import Point as Point
 
@@ -39,10 +39,10 @@ __all__ = [
     "AddressError",
     "Cache",
     "CacheError",
+    "EagerModel",
     "Facts",
     "LayerOutOfRange",
     "LocantError",
-    "Model",
     "ModelError",
     "ModulePathError",
     "Point",
@@ -66,10 +66,10 @@ _HOMES = {
     "AddressError": "errors",
     "Cache": "engine.cache",
     "CacheError": "errors",
+    "EagerModel": "engine.eager.model",
     "Facts": "anatomy.facts",
     "LayerOutOfRange": "errors",
     "LocantError": "errors",
-    "Model": "engine.eager.model:EagerModel",
     "ModelError": "errors",
     "ModulePathError": "errors",
     "Point": "points",
@@ -79,7 +79,7 @@ _HOMES = {
     "UnknownCoordinate": "errors",
     "UnknownPoint": "errors",
     "format_address": "address",
-    "load_model": "engine.eager.model",
+    "load_model": "load",
     "parse_address": "address",
     "to_address": "address",
 }
@@ -91,8 +91,7 @@ def __getattr__(name: str) -> object:
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _HOMES[name].partition(":")
-    value = getattr(import_module(f"{__name__}.{module}"), attribute or name)
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     if hasattr(value, "__qualname__"):
         value.__module__ = __name__
     globals()[name] = value

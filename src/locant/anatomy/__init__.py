@@ -1,0 +1,1 @@
+"""Where each point of a loaded model is, and the proof that it is there."""

@@ -1,0 +1,77 @@
+"""What a survey finds: the blocks of one forward in order, and where each of their points is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from locant.address import Address
+from locant.anatomy.facts import Facts
+from locant.anatomy.sites import ModuleSite, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One place with a family of points: a block execution, or the trunk around the blocks.
+
+    Attributes:
+        sites: where each point is read, by point name.
+        absent: why a point this part lacks is not there, one sentence each.
+        modules: the paths of the weights the identities call by hand, by role.
+        constants: numbers the forward pass has in its code, e.g. ``score_cap``.
+    """
+
+    path: str
+    call: int = 0
+    sites: Mapping[str, Site] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """The structure of one loaded model.
+
+    Attributes:
+        blocks: one part per block execution, in the order they run.
+        attention: the attention implementation the survey ran under; sites inside attention depend on it.
+        outputs: every module that ran and gave a tensor: where its output is read, and how often it ran.
+        logit_ops: what happens to the unembedding's output before it is the logits, in order.
+        summands: module paths whose outputs add up to the first residual, the embedding first.
+    """
+
+    facts: Facts
+    trunk: Part
+    blocks: tuple[Part, ...]
+    attention: str | None = None
+    summands: tuple[str, ...] = ()
+    outputs: Mapping[str, tuple[ModuleSite, int]] = field(default_factory=dict)
+    logit_ops: tuple[tuple[str, float], ...] = ()
+
+    def part(self, layer: int | None) -> Part:
+        return self.trunk if layer is None else self.blocks[layer]
+
+    def site(self, address: Address) -> Site | None:
+        return self.part(address.layer).sites.get(address.name)
+
+    def addresses(self) -> Iterator[Address]:
+        """Every point that was found, in forward order."""
+        for layer in (None, *range(len(self.blocks))):
+            for name in self.part(layer).sites:
+                yield Address(name, layer)
+
+    def shape_logits(self, unembedded: Tensor) -> Tensor:
+        """What the model makes of its unembedding's output: the family's scaling and soft-cap."""
+        for op, constant in self.logit_ops:
+            unembedded = _LOGIT_OPS[op](unembedded, constant)
+        return unembedded
+
+
+_LOGIT_OPS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+    "mul": lambda x, c: x * c,
+    "div": lambda x, c: x / c,
+    "tanh": lambda x, c: x.tanh(),
+}

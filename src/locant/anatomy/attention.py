@@ -1,0 +1,235 @@
+"""Find a block's attention points: the softmax inside the mixer, and what flows into and out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from locant.anatomy.projection import find_projection
+from locant.anatomy.sites import ModuleSite, OpSite, Site, View
+from locant.anatomy.structure import CONTRACTIONS, Scope, hidden_input, input_site, is_linear, output_site
+from locant.anatomy.trace import Event, Value
+
+FUSED = "scaled_dot_product_attention"
+
+
+@dataclass(slots=True)
+class Found:
+    """The points one search found in a block, why others are absent, and what later searches need."""
+
+    sites: dict[str, Site] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, float] = field(default_factory=dict)
+    module: Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """The attention computation itself: ``softmax(query key) value``, fused or written out."""
+
+    scores: Event
+    mix: Event
+    query: Value
+    key: Value
+    value: Value
+    key_layout: str = "heads_first"
+
+    @property
+    def fused(self) -> bool:
+        return self.scores is self.mix
+
+
+_POINTS = [
+    "attn_in",
+    "query",
+    "key",
+    "q_norm_in",
+    "q_norm_out",
+    "k_norm_in",
+    "k_norm_out",
+    "query_rotated",
+] + ["key_rotated", "value", "attn_scores", "attn_probs", "z", "attn_gate", "attn_out", "attn_out_post"]
+
+
+def find_attention(scope: Scope) -> Found:
+    """The attention points of one block."""
+    found = Found()
+    core = _core(scope)
+    if core is None:
+        reason = "this block has no softmax attention that can be seen (another mixer, or a fused kernel)"
+        found.absent = dict.fromkeys(_POINTS, reason)
+        found.facts = {"mixer": None}
+        return found
+    mixer = next(e for e in scope.events if not e.is_op and e.index < core.scores.index < e.end)
+    found.module = mixer
+    found.facts["mixer"] = "attention"
+    found.sites["attn_in"] = input_site(mixer)
+    if norm := scope.norm_giving(hidden_input(mixer)[1]):
+        found.modules["attn_norm"] = norm.name
+    _heads(scope, mixer, core, found)
+    _projections(scope, mixer, core, found)
+    _output(scope, mixer, core, found)
+    found.absent["attn_gate"] = "the attention output of this block is not gated"
+    return found
+
+
+def _core(scope: Scope) -> Core | None:
+    n_pos = scope.residual[1].shape[1]
+    for op in reversed(scope.events):
+        if not op.is_op:
+            continue
+        if op.name == FUSED:
+            query, key, value = (v for _, v in op.inputs[:3])
+            return Core(op, op, query, key, value)
+        if op.name == "softmax" and (core := _written_out(scope, op, n_pos)):
+            return core
+    return None
+
+
+def _written_out(scope: Scope, softmax: Event, n_pos: int) -> Core | None:
+    """The core around `softmax`, if products of three tensors stand before and after it."""
+    scores, probs = softmax.inputs[0][1], softmax.outputs[0][1]
+    if scores.tensor.dim() < 3 or scores.shape[-2] != n_pos or scores.shape[-1] < n_pos:
+        return None
+    back = {id(v) for v in scope.trace.ancestors(scores, scope.run.index)}
+    before = [
+        e
+        for e in scope.events
+        if e.index < softmax.index and e.name in CONTRACTIONS and id(e.outputs[0][1]) in back
+    ]
+    after = (e for e in scope.events if e.index > softmax.index and e.is_op and e.name in CONTRACTIONS)
+    mix = next((e for e in after if _descends(scope, e.inputs[0][1], probs, softmax)), None)
+    if not before or mix is None:
+        return None
+    product = before[-1]
+    operands = [v for _, v in product.inputs if v.tensor.dim() >= 3][-2:]
+    if len(operands) < 2 or len(mix.inputs) < 2:
+        return None
+    return Core(softmax, mix, operands[0], operands[1], mix.inputs[1][1], "keys")
+
+
+def _descends(scope: Scope, value: Value, origin: Value, since: Event) -> bool:
+    return any(v is origin for v in scope.trace.ancestors(value, since.index - 1))
+
+
+def _heads(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
+    """What the attention computation itself reads and makes, and the numbers of heads."""
+    n_heads, n_kv = core.query.shape[1], _distinct_heads(core.value)
+    found.facts |= {"n_heads": n_heads, "n_kv_heads": n_kv, "head_dim": core.value.shape[-1]}
+    nth = scope.trace.nth
+
+    def op_site(op: Event, slot: Any, view: View) -> OpSite:
+        return OpSite(mixer.name, op.name, nth(op, mixer), slot, mixer.call, view)
+
+    matrix = View("matrix", n_heads=n_heads)
+    if core.fused:
+        product, arguments = core.scores, (0, 1)
+        found.sites["attn_scores"] = op_site(core.scores, "scores", matrix)
+        found.sites["attn_probs"] = op_site(core.scores, "probs", matrix)
+    else:
+        product = next(
+            e
+            for e in scope.events
+            if e.is_op and any(v is core.key for _, v in e.inputs) and e.name in CONTRACTIONS
+        )
+        arguments = tuple(s for s, v in product.inputs if v is core.query or v is core.key)
+        found.sites["attn_scores"] = op_site(core.scores, 0, matrix)
+        found.sites["attn_probs"] = op_site(core.mix, 0, matrix)
+        if (cap := _cap(scope, product, core.scores)) is not None:
+            found.constants["score_cap"] = cap
+    found.sites["query_rotated"] = op_site(product, arguments[0], View("heads_first", n_heads=n_heads))
+    found.sites["key_rotated"] = op_site(product, arguments[1], View(core.key_layout, n_heads=n_kv))  # type: ignore[arg-type]
+    found.sites["value"] = op_site(core.mix, 2 if core.fused else 1, View("heads_first", n_heads=n_kv))
+
+
+def _cap(scope: Scope, product: Event, softmax: Event) -> float | None:
+    """The number the scores are divided by before a tanh."""
+    between = [e for e in scope.events if e.is_op and product.index < e.index < softmax.index]
+    for op in between:
+        if op.name == "tanh":
+            before = op.inputs[0][1].producer
+            return float(before.scalars[0]) if before is not None and before.scalars else None
+    return None
+
+
+def _distinct_heads(value: Value) -> int:
+    """Heads that differ: a key or value repeated over its query group counts once."""
+    heads = value.data.transpose(0, 1).flatten(1)
+    return int(torch.unique(heads, dim=0).shape[0])
+
+
+def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
+    """The query, key and value as projected, and the norms between projection and attention."""
+    trace = scope.trace
+    back = {
+        "query": trace.ancestors(core.query, mixer.index),
+        "key": trace.ancestors(core.key, mixer.index),
+        "value": trace.ancestors(core.value, mixer.index),
+    }
+    linears = [e for e in scope.events if mixer.index < e.index < core.scores.index and is_linear(e)]
+    n_pos = scope.residual[1].shape[1]
+    for name, own in back.items():
+        others = {id(v) for other, values in back.items() if other != name for v in values}
+        only = [v for v in own if id(v) not in others]
+        projection = find_projection(only, own, linears, n_pos)
+        if projection is not None:
+            event, channels = projection
+            found.sites[name] = output_site(event, View(_row_layout(event), channels))
+            found.modules[f"w_{name[0]}"] = event.name
+    norms = [e for e in scope.norms if mixer.index < e.index < core.scores.index]
+    for name, short in (("query", "q"), ("key", "k")):
+        reach = {id(v) for v in back[name]} - {
+            id(v) for other, vs in back.items() if other != name for v in vs
+        }
+        norm = next((e for e in norms if id(e.output()) in reach), None)
+        if norm is not None:
+            layout = _head_layout(norm.output(), n_pos)
+            found.sites[f"{short}_norm_in"] = input_site(norm, View(layout))
+            found.sites[f"{short}_norm_out"] = output_site(norm, View(layout))
+            found.modules[f"{short}_norm"] = norm.name
+    found.facts["qk_norm"] = "q_norm" in found.modules
+    for point in ("q_norm_in", "q_norm_out", "k_norm_in", "k_norm_out"):
+        if point not in found.sites:
+            found.absent[point] = "the query and key of this block pass through no norm"
+    for name in ("query", "key"):
+        if name not in found.sites:
+            found.absent[name] = f"no single projection holds the {name} before its position encoding"
+
+
+def _row_layout(event: Event) -> Any:
+    output = event.output()
+    return "flat" if output is not None and output.tensor.dim() == 2 else "tokens"
+
+
+def _head_layout(value: Value | None, n_pos: int) -> Any:
+    if value is None or value.tensor.dim() < 4:
+        return "tokens"
+    return "heads" if value.shape[1] == n_pos else "heads_first"
+
+
+def _output(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
+    linears = [e for e in scope.events if core.mix.index < e.index < mixer.end and is_linear(e)]
+    if not linears:
+        reason = "no output projection follows the attention"
+        found.absent |= dict.fromkeys(["z", "attn_out", "attn_out_post"], reason)
+        return
+    w_o: Event = linears[-1]
+    found.modules["w_o"] = w_o.name
+    found.sites["z"] = input_site(w_o, View(_row_layout(w_o)))
+    found.sites["attn_out"] = output_site(w_o, View(_row_layout(w_o)))
+    found.sites["attn_out_post"] = contribution(scope, w_o, found, "attn_post_norm")
+
+
+def contribution(scope: Scope, raw: Event, found: Found, role: str) -> ModuleSite:
+    """What is added to the residual: `raw`'s output, after the norm that reads it and the family's multiplier."""
+    norm = scope.norm_reading(raw.output())
+    source = raw
+    if norm is not None and norm.index > raw.index:
+        found.modules[role] = norm.name
+        source = norm
+    scale = scope.multiplier(source.output())
+    return output_site(source, View(_row_layout(source), scale=scale))

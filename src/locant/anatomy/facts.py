@@ -1,0 +1,91 @@
+"""Sizes of one model: what its forward pass was seen to carry, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+Mixer = Literal["attention", "other"]
+Channel = Literal["plain", "gated", "moe", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """One block execution.
+
+    Attributes:
+        mixer: what mixes tokens; ``None`` where the block has no token mixer.
+        channel: what mixes channels: a plain or gated MLP, a mixture of experts; ``None`` for none.
+        parallel: attention and MLP both read the block's input, so there is no residual in between.
+        qk_norm: the query and key pass through a norm.
+    """
+
+    mixer: Mixer | None = "attention"
+    channel: Channel | None = "gated"
+    parallel: bool = False
+    qk_norm: bool = False
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    d_mlp: int | None = None
+    n_experts: int | None = None
+    experts_per_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Sizes of one model. A size that differs between layers is ``None`` here; ``at(layer)`` has it.
+
+    Attributes:
+        n_layers: block executions in one forward.
+        d_model: width of the residual stream.
+        n_ctx: longest prompt, in tokens; ``None`` when the config states none.
+        n_streams: parallel residual streams; 1 on an ordinary trunk.
+    """
+
+    n_layers: int
+    d_model: int | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    d_mlp: int | None = None
+    vocab_size: int | None = None
+    n_ctx: int | None = None
+    n_experts: int | None = None
+    experts_per_token: int | None = None
+    n_streams: int = 1
+    layers: tuple[LayerFacts, ...] = field(default=(), repr=False)
+
+    def at(self, layer: int | None) -> Facts:
+        """The sizes one layer has; the model's own for a trunk-level point (``None``)."""
+        if layer is None or not self.layers:
+            return self
+        own = self.layers[layer]
+        return replace(self, layers=(), **{name: getattr(own, name) for name in _PER_LAYER})
+
+    @classmethod
+    def from_dict(cls, sizes: Mapping[str, Any]) -> Facts:
+        """Facts from plain numbers, for work without a model: ``Facts.from_dict({"n_layers": 12})``.
+
+        Raises:
+            TypeError: a key that is no fact.
+        """
+        return cls(**sizes)
+
+    def to_dict(self) -> dict[str, int]:
+        """The sizes that are known, as plain numbers."""
+        known = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "layers"}
+        return {name: size for name, size in known.items() if size is not None}
+
+
+_PER_LAYER = ("n_heads", "n_kv_heads", "head_dim", "d_mlp", "n_experts", "experts_per_token")
+
+
+def common(layers: tuple[LayerFacts, ...]) -> dict[str, int | None]:
+    """Every per-layer size on which all the layers that have it agree."""
+    sizes: dict[str, int | None] = {}
+    for name in _PER_LAYER:
+        seen = {getattr(layer, name) for layer in layers} - {None}
+        sizes[name] = seen.pop() if len(seen) == 1 else None
+    return sizes

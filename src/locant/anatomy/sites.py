@@ -1,0 +1,182 @@
+"""Where a point is read: a module boundary, or one operation inside a module, and how it is laid out there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Slot = int | str | None
+Layout = Literal["tokens", "flat", "heads", "heads_first", "keys", "matrix", "raw"]
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Which channels of a fused projection hold one tensor, as ``groups`` runs of ``width`` every ``stride``."""
+
+    start: int
+    width: int
+    stride: int
+    groups: int = 1
+
+    @classmethod
+    def of(cls, index: Sequence[Sequence[int]]) -> Channels | None:
+        """The layout of ``index[head][channel]``, or ``None`` if its runs are not evenly spaced."""
+        width, groups = len(index[0]), len(index)
+        start = index[0][0]
+        stride = index[1][0] - start if groups > 1 else width
+        even = all(
+            list(run) == list(range(start + g * stride, start + g * stride + width))
+            for g, run in enumerate(index)
+        )
+        if not even or stride < width:
+            return None
+        if stride == width:
+            return cls(start, width * groups, width * groups)
+        return cls(start, width, stride, groups)
+
+    @property
+    def size(self) -> int:
+        return self.width * self.groups
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """``[..., width of the projection]`` to ``[..., size]``; a view where one run holds it all."""
+        if self.groups == 1:
+            return tensor[..., self.start : self.start + self.width]
+        end = self.start + self.stride * (self.groups - 1) + self.width
+        return tensor[..., self.start : end].unfold(-1, self.width, self.stride).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How the tensor at a site becomes the point's tensor.
+
+    Attributes:
+        layout: ``tokens`` ``[batch, pos, ...]``; ``flat`` ``[batch * pos, ...]``; ``heads``
+            ``[batch, pos, head, d]``; ``heads_first`` ``[batch, head, pos, d]``; ``keys``
+            ``[batch, head, d, pos]``; ``matrix`` ``[batch, head, query, key]``; ``raw`` whatever a module gives
+            that has no position axis.
+        channels: the slice of a fused projection.
+        n_heads: heads the point has; a key or value repeated over its query group is read once.
+        scale: the family's residual multiplier.
+    """
+
+    layout: Layout = "tokens"
+    channels: Channels | None = None
+    n_heads: int | None = None
+    scale: float = 1.0
+
+    def read(self, tensor: Tensor, batch: int) -> Tensor:
+        """The point's ``[batch, pos, width]`` (``[batch, head, query, key]`` for a matrix) in `tensor`."""
+        if self.layout in ("matrix", "raw"):
+            return tensor
+        if self.layout == "flat":
+            tensor = tensor.reshape(batch, -1, *tensor.shape[1:])
+        elif self.layout == "heads":
+            tensor = tensor.flatten(-2)
+        elif self.layout in ("heads_first", "keys"):
+            tensor = self._merge_heads(tensor)
+        if self.channels is not None:
+            tensor = self.channels.read(tensor).contiguous()
+        return tensor if self.scale == 1.0 else tensor * self.scale
+
+    def _merge_heads(self, tensor: Tensor) -> Tensor:
+        if self.layout == "keys":
+            tensor = tensor.transpose(-1, -2)
+        n = self.n_heads or tensor.shape[1]
+        if tensor.shape[1] > n:
+            tensor = tensor[:, :: tensor.shape[1] // n]
+        elif tensor.shape[1] < n:  # one query token, its heads packed as positions of their key head
+            tensor = tensor.reshape(tensor.shape[0], n, -1, tensor.shape[-1])
+        return tensor.transpose(1, 2).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSite:
+    """The input or output of the `call`-th call of a module in one forward.
+
+    Attributes:
+        slot: which argument (position or keyword) or which element of the output; ``None`` is the bare output.
+        overwritten: the model changes this tensor in place later, so that reading means copying.
+    """
+
+    path: str
+    side: Literal["input", "output"]
+    slot: Slot = None
+    call: int = 0
+    view: View = View()
+    overwritten: bool = False
+
+    def __str__(self) -> str:
+        slot = "" if self.slot is None else f"[{self.slot!r}]"
+        nth = f" (call {self.call})" if self.call else ""
+        return f"{self.path}.{self.side}{slot}{nth}"
+
+
+@dataclass(frozen=True, slots=True)
+class OpSite:
+    """The `nth` operation of one name inside a call of a module: what no module boundary holds.
+
+    Attributes:
+        slot: an argument's position, ``None`` for the result, or ``scores``/``probs``: what a fused attention
+            kernel computes from its arguments and never returns.
+    """
+
+    path: str
+    op: str
+    nth: int
+    slot: int | Literal["scores", "probs"] | None
+    call: int = 0
+    view: View = View()
+    overwritten: bool = False
+
+    def __str__(self) -> str:
+        part = (
+            "result"
+            if self.slot is None
+            else self.slot
+            if isinstance(self.slot, str)
+            else f"argument {self.slot}"
+        )
+        return f"{self.path}: {part} of {self.op} #{self.nth}"
+
+
+Site = ModuleSite | OpSite
+
+
+def slot_of(value: object, slot: Slot) -> object:
+    """The element of a module's output that `slot` names."""
+    if slot is None:
+        return value
+    return value[slot]  # type: ignore[index]
+
+
+def attention_scores(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """The scores a fused attention call would give its softmax, in float32.
+
+    Shapes: query ``[batch, head, q, d]``, key ``[batch, kv_head, k, d]``; result ``[batch, head, q, k]``.
+    The meaning of the arguments is that of :func:`torch.nn.functional.scaled_dot_product_attention`; a masked
+    entry is the dtype's lowest number.
+    """
+    if key.shape[1] != query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query.float() * factor) @ key.float().transpose(-1, -2)
+    lowest = torch.finfo(query.dtype).min
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill_(~seen, lowest)
+    if mask is not None and mask.dtype is torch.bool:
+        scores = scores.masked_fill(~mask, lowest)
+    elif mask is not None:
+        scores = (scores + mask.float()).clamp_(min=lowest)
+    return scores

@@ -1,0 +1,112 @@
+"""Recognise the parts of a block by what they do: norms, linear maps, and the children of one block execution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locant.anatomy.sites import ModuleSite, Slot, View
+from locant.anatomy.trace import Event, Trace, Value, same
+
+ADDITIONS = frozenset(["add", "__add__", "__radd__", "__iadd__", "add_"])
+PRODUCTS = frozenset(["mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply"])
+CONTRACTIONS = frozenset(["matmul", "__matmul__", "bmm", "baddbmm", "einsum"])
+
+
+class Scope:
+    """One block execution of a trace, and what its events are."""
+
+    def __init__(self, trace: Trace, run: Event) -> None:
+        self.trace = trace
+        self.run = run
+        self.events = trace.within(run)
+        self._norms: dict[int, bool] = {}
+
+    @cached_property
+    def residual(self) -> tuple[Slot, Value]:
+        """The residual entering the block, and the argument it comes in."""
+        found = hidden_input(self.run)
+        assert found is not None, "a block run is chosen by having one"
+        return found
+
+    @cached_property
+    def children(self) -> list[Event]:
+        """Module calls made directly by the block."""
+        return [e for e in self.events if not e.is_op and e.depth == self.run.depth + 1]
+
+    @cached_property
+    def norms(self) -> list[Event]:
+        return [e for e in self.events if not e.is_op and self.is_norm(e)]
+
+    def is_norm(self, event: Event) -> bool:
+        """A module that rescales each row to a fixed size: doubling its input leaves its output as it was."""
+        module, taken, given = event.module, hidden_input(event), event.output()
+        if module is None or taken is None or given is None or taken[1].shape != given.shape:
+            return False
+        if any(p.dim() > 1 for p in module.parameters()):
+            return False
+        key = id(module)
+        if key not in self._norms:
+            self._norms[key] = _ignores_scale(module, taken[1].data)
+        return self._norms[key]
+
+    def norm_giving(self, value: Value | None) -> Event | None:
+        """The norm whose output is `value`."""
+        return next((n for n in self.norms if same(n.output(), value)), None)
+
+    def norm_reading(self, value: Value | None) -> Event | None:
+        """The norm whose input is `value`."""
+        return next((n for n in self.norms if (taken := hidden_input(n)) and same(taken[1], value)), None)
+
+    def multiplier(self, value: Value | None) -> float:
+        """The constant `value` is multiplied by before it is added to the residual; 1 for none."""
+        for op in self.events:
+            if op.is_op and op.name in PRODUCTS and len(op.scalars) == 1 and same(op.inputs[0][1], value):
+                return float(op.scalars[0])
+        return 1.0
+
+
+def hidden_input(event: Event) -> tuple[Slot, Value] | None:
+    """The first floating-point argument with a position axis, and its slot."""
+    return next(
+        ((s, v) for s, v in event.inputs if v.tensor.is_floating_point() and v.tensor.dim() >= 2), None
+    )
+
+
+def is_linear(event: Event) -> bool:
+    """A module without children whose call multiplies by its own weight matrix, in either storage order."""
+    module, taken, given = event.module, hidden_input(event), event.output()
+    weight = getattr(module, "weight", None)
+    if taken is None or given is None or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return False
+    leaf = not any(True for _ in module.children()) if module is not None else False
+    return leaf and sorted(weight.shape) == sorted((taken[1].shape[-1], given.shape[-1]))
+
+
+def output_site(event: Event, view: View | None = None) -> ModuleSite:
+    slot, value = next((s, v) for s, v in event.outputs if v is event.output())
+    return ModuleSite(event.name, "output", slot, event.call, view or View(), value.overwritten)
+
+
+def input_site(event: Event, view: View | None = None) -> ModuleSite:
+    found = hidden_input(event)
+    assert found is not None, "an input site is asked for where there is an input"
+    slot, value = found
+    return ModuleSite(event.name, "input", slot, event.call, view or View(), value.overwritten)
+
+
+def _ignores_scale(module: nn.Module, rows: Tensor) -> bool:
+    unit = rows.reshape(-1, rows.shape[-1])[:4] if rows.dim() < 4 else rows[:1]
+    unit = 100 * unit / unit.abs().max().clamp_min(1e-30)
+    call: Callable[[Tensor], Any] = module
+    with torch.no_grad():
+        once, twice = call(unit), call(2 * unit)
+    if not isinstance(once, Tensor) or once.shape != unit.shape:
+        return False
+    return torch.allclose(once, twice, rtol=2e-2, atol=2e-2 * float(once.abs().max())) and bool(
+        once.abs().max() > 0
+    )

@@ -1,0 +1,222 @@
+"""Find the points of a model by its structure: one traced forward of a few tokens, no architecture names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from locant.anatomy.anatomy import Anatomy, Part
+from locant.anatomy.attention import find_attention
+from locant.anatomy.channel import find_channel_mixer
+from locant.anatomy.facts import Facts, LayerFacts, common
+from locant.anatomy.sites import ModuleSite, Site, View
+from locant.anatomy.structure import PRODUCTS, Scope, hidden_input, is_linear, output_site
+from locant.anatomy.trace import Event, Trace, Value, same
+from locant.errors import ModelError
+from locant.points import POINTS
+
+
+def survey(model: PreTrainedModel) -> Anatomy:
+    """Trace one forward of a few tokens and find every point in it.
+
+    Raises:
+        ModelError: the model has no stack of blocks over a residual stream that this can recognise.
+    """
+    ids = probe_ids(model, 1)
+    trace = Trace(model, ids.numel())
+    trace.record(lambda: model(input_ids=ids, use_cache=False))
+    runs = block_runs(trace, model)
+    if not runs:
+        raise ModelError(
+            asked=f"the structure of {type(model).__name__}",
+            has="no list of blocks that each take and return a residual stream [batch, pos, d_model]",
+            instead="load a decoder-only language model (AutoModelForCausalLM)",
+        )
+    found = [_block(trace, run) for run in runs]
+    trunk, summands, sizes = _trunk(trace, model, runs, ids)
+    layers = tuple(layer for _, layer in found)
+    d_model = hidden_input(runs[0])[1].shape[-1]
+    facts = Facts(n_layers=len(runs), d_model=d_model, layers=layers, **sizes, **common(layers))
+    return Anatomy(
+        facts,
+        trunk,
+        tuple(part for part, _ in found),
+        attention_in_use(model),
+        summands,
+        _outputs(trace, ids.shape[-1]),
+        _logit_ops(trace, trunk.modules.get("lm_head")),
+    )
+
+
+def attention_in_use(model: PreTrainedModel) -> str | None:
+    return getattr(model.config.get_text_config(), "_attn_implementation", None)
+
+
+def probe_ids(model: PreTrainedModel, batch: int, length: int | None = None) -> Tensor:
+    """A few different tokens; a length no size in the config shares, so that axes cannot be confused."""
+    config = model.config.get_text_config()
+    vocabulary = int(getattr(config, "vocab_size", 0) or 0) or model.get_input_embeddings().weight.shape[0]
+    sizes = {v for v in config.to_dict().values() if isinstance(v, int)}
+    length = length or next((n for n in (7, 11, 13, 5) if n not in sizes), 7)
+    first, last = vocabulary // 10, max(vocabulary - vocabulary // 10, vocabulary // 10 + 1)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(first, last, (batch, length), generator=generator)
+    return ids.to(input_device(model))
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids go, on a model that is spread over devices or offloaded too."""
+    embedding = model.get_input_embeddings()
+    hook = getattr(embedding, "_hf_hook", None)
+    place = getattr(hook, "execution_device", None) if hook is not None else None
+    return torch.device(place) if place is not None else embedding.weight.device
+
+
+def block_runs(trace: Trace, model: nn.Module) -> list[Event]:
+    """Calls of the elements of the outermost module lists that map a residual stream to itself."""
+    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [p for p in lists if not any(p.startswith(f"{q}.") for q in lists)]
+    elements = {
+        f"{path}.{name}" for path in outermost for name, _ in model.get_submodule(path).named_children()
+    }
+    return [e for e in trace.calls(trace.events) if e.name in elements and _keeps_residual(e)]
+
+
+def _keeps_residual(event: Event) -> bool:
+    taken, given = hidden_input(event), event.output()
+    heavy = event.module is not None and any(p.dim() >= 2 for p in event.module.parameters())
+    return (
+        heavy
+        and not is_linear(event)
+        and taken is not None
+        and given is not None
+        and taken[1].shape == given.shape
+    )
+
+
+def _block(trace: Trace, run: Event) -> tuple[Part, LayerFacts]:
+    scope = Scope(trace, run)
+    slot, entering = scope.residual
+    out = next((s, v) for s, v in run.outputs if v is run.output())
+    sites: dict[str, Site] = {
+        "resid_pre": ModuleSite(run.name, "input", slot, run.call, overwritten=entering.overwritten),
+        "resid_post": ModuleSite(run.name, "output", out[0], run.call, overwritten=out[1].overwritten),
+    }
+    attention = find_attention(scope)
+    channel = find_channel_mixer(scope, attention)
+    sites |= attention.sites | channel.sites
+    facts = LayerFacts(parallel=channel.parallel, **attention.facts, **channel.facts)
+    absent = attention.absent | channel.absent
+    modules = attention.modules | channel.modules
+    return Part(run.name, run.call, _in_forward_order(sites), absent, modules, attention.constants), facts
+
+
+def _in_forward_order(sites: dict[str, Site]) -> dict[str, Site]:
+    return {name: sites[name] for name in POINTS if name in sites}
+
+
+def _trunk(
+    trace: Trace, model: PreTrainedModel, runs: Sequence[Event], ids: Tensor
+) -> tuple[Part, tuple[str, ...], dict[str, int | None]]:
+    sites: dict[str, Site] = {}
+    modules: dict[str, str] = {}
+    absent: dict[str, str] = {}
+    before = trace.calls(trace.events[: runs[0].index])
+    after = trace.calls(trace.events[runs[-1].end :])
+
+    embedding = next((e for e in before if _reads_ids(e, ids)), None)
+    if embedding is None:
+        absent["embeddings"] = "no module turns the token ids into vectors before the first block"
+    else:
+        sites["embeddings"] = output_site(embedding)
+        modules["embedding"] = embedding.name
+    residual = hidden_input(runs[0])
+    summands = _summands(before, residual[1] if residual else None)
+
+    scope = Scope(trace, runs[-1])
+    last = runs[-1].output()
+    norm = next((e for e in after if scope.is_norm(e) and same(hidden_input(e)[1], last)), None)
+    if norm is None:
+        absent["final_norm"] = "no norm reads the last block's output"
+    else:
+        sites["final_norm"] = output_site(norm)
+        modules["final_norm"] = norm.name
+
+    head = next((e for e in reversed(after) if is_linear(e)), None)
+    sizes: dict[str, int | None] = {"vocab_size": None, "n_ctx": _context(model)}
+    if head is None:
+        absent["lm_head"] = absent["logits"] = "this model has no unembedding after its blocks"
+    else:
+        sites["lm_head"] = output_site(head)
+        modules["lm_head"] = head.name
+        sizes["vocab_size"] = head.output().shape[-1]
+        whole = trace.events[0]
+        slot = next((s for s, v in whole.outputs if v.shape[-1] == sizes["vocab_size"]), "logits")
+        sites["logits"] = ModuleSite("", "output", slot)
+    return Part("", 0, _in_forward_order(sites), absent, modules), summands, sizes
+
+
+def _outputs(trace: Trace, n_pos: int) -> dict[str, tuple[ModuleSite, int]]:
+    found: dict[str, tuple[ModuleSite, int]] = {}
+    for event in trace.calls(trace.events):
+        value = event.output()
+        if value is None or not event.name:
+            continue
+        if event.name in found:
+            site, calls = found[event.name]
+            found[event.name] = (site, calls + 1)
+            continue
+        layout = "tokens" if value.shape[:2] == (1, n_pos) else "flat" if value.shape[0] == n_pos else "raw"
+        found[event.name] = (output_site(event, View(layout)), 1)
+    return found
+
+
+def _logit_ops(trace: Trace, head: str | None) -> tuple[tuple[str, float], ...]:
+    """Multiplications, divisions and tanh after the unembedding, in order."""
+    end = next((e.end for e in reversed(trace.calls(trace.events)) if e.name == head), len(trace.events))
+    found: list[tuple[str, float]] = []
+    for op in trace.events[end:]:
+        name = _LOGIT_OPS.get(op.name) if op.is_op else None
+        if name is not None and (op.scalars or name == "tanh"):
+            found.append((name, float(op.scalars[0]) if op.scalars else 0.0))
+    return tuple(found)
+
+
+_LOGIT_OPS = {"tanh": "tanh", "div": "div", "__truediv__": "div", "__itruediv__": "div", "div_": "div"} | {
+    name: "mul" for name in PRODUCTS
+}
+
+
+def _reads_ids(event: Event, ids: Tensor) -> bool:
+    leaf = event.module is not None and not any(True for _ in event.module.children())
+    reads = any(v.tensor.data_ptr() == ids.data_ptr() for _, v in event.inputs)
+    return leaf and reads and event.output() is not None
+
+
+def _summands(before: Sequence[Event], residual: Value | None) -> tuple[str, ...]:
+    """The embedding modules whose outputs add up to the first residual; the first alone where it is the residual."""
+    tables = [e for e in before if isinstance(e.module, nn.Embedding) or _integer_input(e)]
+    if residual is None or not tables:
+        return ()
+    outputs = [(e.name, e.output()) for e in tables]
+    wide = [(n, v.data) for n, v in outputs if v is not None and v.shape[-1] == residual.shape[-1]]
+    for take in range(1, len(wide) + 1):
+        total = sum(v for _, v in wide[:take])
+        if isinstance(total, Tensor) and torch.allclose(total, residual.data, rtol=1e-2, atol=1e-5):
+            return tuple(n for n, _ in wide[:take])
+    return ()
+
+
+def _integer_input(event: Event) -> bool:
+    leaf = event.module is not None and not any(True for _ in event.module.children())
+    return leaf and any(
+        not v.tensor.is_floating_point() and v.tensor.dtype is not torch.bool for _, v in event.inputs
+    )
+
+
+def _context(model: PreTrainedModel) -> int | None:
+    config = model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)

@@ -1,0 +1,1 @@
+"""Backends: one program of captures over each of them."""

@@ -1,0 +1,1 @@
+"""The backend that runs the Hugging Face module tree itself."""

@@ -1,0 +1,315 @@
+"""EagerModel: a Hugging Face model as it is, with its points found, proven and readable."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from locant import __version__
+from locant.address import Address, AddressLike, format_address
+from locant.anatomy.anatomy import Anatomy
+from locant.anatomy.facts import Facts
+from locant.anatomy.identities import Evidence
+from locant.anatomy.proof import Verdict, prove
+from locant.anatomy.sites import Site
+from locant.anatomy.survey import attention_in_use, input_device, probe_ids, survey
+from locant.engine.cache import Cache, Origin, resolve_positions, select
+from locant.engine.eager.taps import Taps, inference
+from locant.engine.plan import Addresses, Catalogue, Plan
+from locant.engine.prompts import Batch, Encoder, Prompts
+from locant.engine.served import Served
+from locant.errors import ModelError, PointUnavailable
+
+
+class EagerModel:
+    """A loaded language model whose forward pass can be read by name.
+
+    Nothing of the model is changed: its modules, weights, flags and hooks are its own before and after every call.
+
+    Args:
+        hf: the model. Use :func:`locant.load_model` to load one from a name or a file.
+        tokenizer: for prompts given as text; token ids work without one.
+        name, revision: what captures say they come from.
+
+    Attributes:
+        hf: the Hugging Face model itself.
+
+    Raises:
+        ModelError: the model is no decoder-only language model, or its structure is not recognised.
+    """
+
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str | None = None,
+        revision: str | None = None,
+    ) -> None:
+        self.hf = _plain(hf)
+        self.tokenizer = tokenizer
+        self.name = name or self.hf.config.name_or_path or type(self.hf).__name__
+        self.revision = revision or getattr(self.hf.config, "_commit_hash", None)
+        self._lock = threading.RLock()
+        self._taps: dict[frozenset[Address], Taps] = {}
+        self._catalogue = self._examine()
+
+    # ---- what it is
+
+    @property
+    def facts(self) -> Facts:
+        """Sizes: ``n_layers``, ``d_model``, ``n_heads``, ``n_kv_heads``, ``head_dim``, ``d_mlp``, ``vocab_size`` …"""
+        return self._catalogue.anatomy.facts
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """Where each point was found."""
+        return self._catalogue.anatomy
+
+    def points(self) -> Served:
+        """Every point at every layer: served or refused, where, with which proof error, and why not."""
+        return Served(self.name, self.facts, self._catalogue.status())
+
+    def refuses(self, address: AddressLike) -> str | None:
+        """Why this model does not serve `address`; ``None`` when it does. Never raises."""
+        return self._catalogue.refuses(address)
+
+    def plan(self, addresses: Addresses) -> Plan:
+        """What a capture of `addresses` will read, without running it; raises what the capture would raise."""
+        return self._catalogue.plan(addresses)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{k}={v}" for k, v in self.facts.to_dict().items())
+        return f"EagerModel({self.name}: {sizes})"
+
+    # ---- reading
+
+    def capture(
+        self,
+        prompts: Prompts,
+        addresses: Addresses,
+        *,
+        positions: int | Sequence[int] | None = None,
+        grad: bool = False,
+        device: str | torch.device | None = None,
+        prepend_bos: bool = True,
+    ) -> Cache:
+        """Run the model on `prompts` as far as `addresses` need, and read them.
+
+        Args:
+            prompts: text, token ids ``[pos]`` or ``[batch, pos]``, chat messages, or a list of these.
+            addresses: one or several, as :class:`Address`, string or ``(name, layer)``; a module path reads that
+                module's output.
+            positions: keep these positions only, so that the rest is never held. A negative one counts from the
+                end of each prompt; one ``int`` drops the axis, a list keeps it.
+            grad: keep the graph, so that a scalar of captured tensors can be differentiated down to
+                ``embeddings``; the weights are frozen meanwhile. Padding is then left as the model computed it.
+            device: where the captured tensors go; by default they stay where they were computed.
+            prepend_bos: put the tokenizer's BOS before text that has none.
+
+        Returns:
+            Tensors ``[batch, pos, width]`` in the model's dtype, ``[batch, head, query, key]`` for attention.
+
+        Raises:
+            AddressError, PointError, PromptError: before any forward.
+        """
+        plan = self.plan(addresses)
+        batch = self._encoder.batch(prompts, prepend_bos)
+        rows = None if positions is None else resolve_positions(positions, batch.lengths)
+        drop = isinstance(positions, int)
+        keep = _Keep(plan, batch, rows, drop, device)
+        tensors = self._read(plan.reads, batch, keep, grad)
+        if batch.ragged and rows is None and not grad:
+            _blank_padding(tensors, plan, batch)
+        layouts = {a: v.dropped() if drop else v for a, v in plan.layouts.items()}
+        ordered = {a: tensors[a] for a in plan.reads}
+        return Cache(ordered, batch.tokens, layouts, rows, self._origin(plan, batch))
+
+    def run_with_cache(
+        self, prompts: Prompts, addresses: Addresses, **options: Any
+    ) -> tuple[Float[Tensor, "batch pos vocab"], Cache]:
+        """The logits and the cache of the same forward; `options` are those of :meth:`capture`."""
+        wanted = list(self.plan(addresses).reads)
+        logits = Address("logits")
+        cache = self.capture(prompts, [*wanted, *([] if logits in wanted else [logits])], **options)
+        return cache[logits], cache.only(wanted)
+
+    def unembed(self, residuals: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
+        """Logits of residual vectors: final norm, unembedding, then the family's scaling and soft-cap."""
+        if residuals.shape[-1] != self.facts.d_model:
+            raise PointUnavailable(
+                f"unembedding vectors of width {residuals.shape[-1]}",
+                has=f"the residual is {self.facts.d_model} wide",
+            )
+        modules = self.anatomy.trunk.modules
+        if "lm_head" not in modules:
+            raise PointUnavailable("unembed", has=self.anatomy.trunk.absent.get("lm_head"))
+        head = self.hf.get_submodule(modules["lm_head"])
+        values = residuals
+        if "final_norm" in modules:
+            values = self.hf.get_submodule(modules["final_norm"])(values)
+        return self.anatomy.shape_logits(head(values))
+
+    def tokens(self, prompts: Prompts, prepend_bos: bool = True) -> tuple[tuple[int, ...], ...]:
+        """The ids the model would read for `prompts`, one tuple per prompt."""
+        return self._encoder.batch(prompts, prepend_bos).tokens
+
+    # ---- inside
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        rows = self.hf.get_input_embeddings().weight.shape[0]
+        return Encoder(self.tokenizer, rows, self.facts.n_ctx)
+
+    def _examine(self) -> Catalogue:
+        with self._undisturbed(grad=False):
+            anatomy = survey(self.hf)
+        tape, ids = self._tape(anatomy)
+        evidence = Evidence(anatomy, tape, ids, self.hf.get_submodule)
+        with self._undisturbed(grad=False):
+            verdicts = prove(anatomy, tape, evidence)
+        _check_causal(tape, anatomy, type(self.hf).__name__)
+        return Catalogue(anatomy, verdicts)
+
+    def _tape(self, anatomy: Anatomy) -> tuple[dict[Address, Tensor], Tensor]:
+        """Every site read in one forward of two prompts that differ in their last token only."""
+        ids = probe_ids(self.hf, 1, 6).repeat(2, 1)
+        ids[1, -1] = ids[1, 0]
+        reads: dict[Address, Site] = {
+            a: site for a in anatomy.addresses() if (site := anatomy.site(a)) is not None
+        }
+        reads |= {
+            Address.of_module(p): anatomy.outputs[p][0] for p in anatomy.summands if p in anatomy.outputs
+        }
+        taps = Taps(self.hf, reads)
+        with self._undisturbed(grad=False):
+            tape = taps.run(lambda: self.hf(input_ids=ids, use_cache=False), 2, lambda _, t: t)
+        return {a: t.to(ids.device) for a, t in tape.items()}, ids
+
+    def _read(
+        self, reads: Mapping[Address, Site], batch: Batch, keep: _Keep, grad: bool
+    ) -> dict[Address, Tensor]:
+        with self._lock:
+            if attention_in_use(self.hf) != self.anatomy.attention:
+                self._catalogue, self._taps = self._examine(), {}
+                return self._read(self.plan(list(reads)).reads, batch, keep, grad)
+            taps = self._taps.setdefault(frozenset(reads), Taps(self.hf, reads))
+            inputs = batch.tensors(input_device(self.hf))
+            with self._undisturbed(grad):
+                return taps.run(lambda: self.hf(**inputs, use_cache=False), len(batch), keep, grad)
+
+    @contextmanager
+    def _undisturbed(self, grad: bool) -> Iterator[None]:
+        """Evaluation mode, and weights without gradients, for the length of a forward."""
+        training = [m for m in self.hf.modules() if m.training] if self.hf.training else []
+        frozen = [p for p in self.hf.parameters() if p.requires_grad] if grad else []
+        hook = None
+        try:
+            for module in training:
+                module.training = False
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            if grad:
+                hook = self.hf.get_input_embeddings().register_forward_hook(
+                    lambda _, __, out: out.requires_grad_(True)
+                )
+            with inference(grad):
+                yield
+        finally:
+            if hook is not None:
+                hook.remove()
+            for module in training:
+                module.training = True
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+
+    def _origin(self, plan: Plan, batch: Batch) -> Origin:
+        verdicts = self._catalogue.verdicts
+        strings = (
+            () if self.tokenizer is None else tuple(tuple(self._encoder.strings(ids)) for ids in batch.tokens)
+        )
+        return Origin(
+            self.name,
+            self.revision,
+            str(self.hf.dtype).removeprefix("torch."),
+            self.anatomy.attention,
+            _versions(),
+            {format_address(a): str(verdicts.get(a, "module output")) for a in plan.reads},
+            strings,
+        )
+
+
+class _Keep:
+    """What of a tensor is kept: some positions, on some device."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        batch: Batch,
+        rows: list[list[int]] | None,
+        drop: bool,
+        device: str | torch.device | None,
+    ) -> None:
+        self._axes = {plan.reads[a]: layout.position_axis for a, layout in plan.layouts.items()}
+        self._rows, self._drop, self._device = rows, drop, device
+        self._batch = batch
+
+    def __call__(self, site: Site, tensor: Tensor) -> Tensor:
+        if self._rows is not None:
+            tensor = select(tensor, self._rows, self._axes[site], self._drop)
+        return tensor if self._device is None else tensor.to(self._device)
+
+
+def _blank_padding(tensors: Mapping[Address, Tensor], plan: Plan, batch: Batch) -> None:
+    """Positions past a prompt's end become NaN (-1): whatever the model computed there is no activation."""
+    blank = ~batch.mask()
+    for address, tensor in tensors.items():
+        axis = plan.layouts[address].position_axis
+        if axis is None:
+            continue
+        moved = tensor.movedim(axis, 1)
+        moved[blank.to(tensor.device)] = float("nan") if tensor.is_floating_point() else -1
+
+
+def _check_causal(tape: Mapping[Address, Tensor], anatomy: Anatomy, name: str) -> None:
+    """Two prompts that differ in their last token must agree before it."""
+    last = tape[Address("resid_post", anatomy.facts.n_layers - 1)].float()
+    before = last[:, :-1]
+    if not torch.allclose(before[0], before[1], rtol=1e-2, atol=1e-2 * float(before.abs().mean())):
+        raise ModelError(
+            f"{name}: its positions see later tokens",
+            has="an encoder, or a model with bidirectional attention",
+            instead="load a decoder-only language model",
+        )
+
+
+def _plain(hf: PreTrainedModel) -> PreTrainedModel:
+    model = getattr(hf, "_orig_mod", hf)
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"a {type(hf).__name__} is no Hugging Face model",
+            instead="pass a PreTrainedModel, or a name to load",
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{type(model).__name__}: an encoder-decoder model", instead="load a decoder-only model"
+        )
+    compiled = next((n for n, m in model.named_modules() if getattr(m, "_compiled_call_impl", None)), None)
+    if compiled is not None:
+        raise ModelError(
+            f"{type(model).__name__}: its module {compiled!r} is compiled, so hooks inside it never run",
+            instead="load the model without compile()",
+        )
+    return model
+
+
+def _versions() -> dict[str, str]:
+    return {"locant": __version__, "torch": torch.__version__, "transformers": transformers.__version__}

