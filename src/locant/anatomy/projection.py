@@ -40,14 +40,32 @@ def find_projection(
 
 
 def channel_index(value: Value, output: Value, n_pos: int) -> Tensor | None:
-    """The channel of `output` in each place of `value`, ``[head, d]``; ``None`` where some are computed."""
+    """The channel of `output` in each place of `value`, ``[head, d]``; ``None`` where it is no copy of some."""
     heads = _by_head(value.tensor, n_pos)
-    if heads is None or heads.numel() == 0:
+    if heads is None or heads.numel() == 0 or not _is_copy(value, output):
         return None
     if value.tensor.untyped_storage().data_ptr() == output.tensor.untyped_storage().data_ptr():
         return _from_strides(heads, output.tensor)
     data = _by_head(value.data, n_pos)
     return _from_values(data, output.data) if data is not None else None
+
+
+def _is_copy(value: Value, origin: Value) -> bool:
+    """`value` holds numbers of `origin`, moved about but not computed with."""
+    current: Value | None = value
+    while current is not None and current is not origin:
+        step = current.producer
+        if step is None or step.name not in _MOVES:
+            return False
+        current = next((v for _, v in step.inputs), None)
+    return current is origin
+
+
+_MOVES = frozenset(
+    ["view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "swapaxes", "swapdims"]
+    + ["contiguous", "clone", "split", "chunk", "tensor_split", "unbind", "narrow", "select", "__getitem__"]
+    + ["squeeze", "unsqueeze", "expand", "expand_as", "repeat_interleave", "view_as", "__get__"]
+)
 
 
 def _by_head(tensor: Tensor, n_pos: int) -> Tensor | None:
@@ -74,17 +92,18 @@ def _from_strides(heads: Tensor, output: Tensor) -> Tensor | None:
 
 
 def _from_values(heads: Tensor, output: Tensor) -> Tensor | None:
-    if heads.dtype != output.dtype:
-        return None
-    channels = output.reshape(-1, output.shape[-1]).T.contiguous()
-    wanted = heads.permute(1, 2, 0).contiguous()
-    place = {column.numpy().tobytes(): i for i, column in enumerate(_words(channels))}
-    found = [[place.get(column.numpy().tobytes(), -1) for column in _words(head)] for head in wanted]
-    index = torch.tensor(found)
-    return None if bool((index < 0).any()) else index
+    """Match every channel by its numbers over the positions, one hash per channel."""
+    wanted, held = _hashes(heads.permute(1, 2, 0)), _hashes(output.reshape(-1, output.shape[-1]).T)
+    ordered, order = held.sort()
+    place = torch.searchsorted(ordered, wanted).clamp_max(len(ordered) - 1)
+    return order[place] if torch.equal(ordered[place], wanted) else None
 
 
-def _words(rows: Tensor) -> Tensor:
-    """Rows as integers of their own width, so that equal means the same bits."""
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
-    return rows.view(kind).cpu()
+def _hashes(rows: Tensor) -> Tensor:
+    """One integer per row of numbers (the last axis), equal where the bits are."""
+    words = rows.contiguous().view(_WORDS[rows.element_size()]).long()
+    factors = torch.arange(1, 2 * rows.shape[-1], 2, device=rows.device) * 0x9E3779B97F4A7C1
+    return (words * factors).sum(-1)
+
+
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
