@@ -127,7 +127,7 @@ def _heads(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
 
     matrix = View("matrix", n_heads=n_heads)
     if core.fused:
-        product, arguments = core.scores, (0, 1)
+        product, arguments = core.scores, tuple(slot for slot, _ in core.scores.inputs[:2])
         found.sites["attn_scores"] = op_site(core.scores, "scores", matrix)
         found.sites["attn_probs"] = op_site(core.scores, "probs", matrix)
     else:
@@ -143,7 +143,9 @@ def _heads(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
             found.constants["score_cap"] = cap
     found.sites["query_rotated"] = op_site(product, arguments[0], View("heads_first", n_heads=n_heads))
     found.sites["key_rotated"] = op_site(product, arguments[1], View(core.key_layout, n_heads=n_kv))  # type: ignore[arg-type]
-    found.sites["value"] = op_site(core.mix, 2 if core.fused else 1, View("heads_first", n_heads=n_kv))
+    found.sites["value"] = op_site(
+        core.mix, core.mix.inputs[2 if core.fused else 1][0], View("heads_first", n_heads=n_kv)
+    )
 
 
 def _cap(scope: Scope, product: Event, softmax: Event) -> float | None:

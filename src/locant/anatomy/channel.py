@@ -6,9 +6,9 @@ import torch
 
 from locant.anatomy.attention import Found, contribution
 from locant.anatomy.projection import channel_index
-from locant.anatomy.sites import Channels, ModuleSite, View
+from locant.anatomy.sites import Channels, ModuleSite, OpSite, Site, View
 from locant.anatomy.structure import PRODUCTS, Scope, hidden_input, input_site, is_linear, output_site
-from locant.anatomy.trace import Event, Value, same
+from locant.anatomy.trace import Event, Trace, Value, same
 
 _NEURONS = ("mlp_pre", "mlp_pre_linear", "mlp_act")
 _INTEGERS = (torch.int64, torch.int32)
@@ -184,7 +184,7 @@ def _sparse(scope: Scope, mixer: Event, experts: Event, found: ChannelFound) -> 
     found.sites["expert_weights"] = argument(*weight)
     inside = [e for e in scope.events if not e.is_op and mixer.index < e.index < experts.index]
     router = next((e for e in reversed(inside) if any(same(v, chosen[1]) for _, v in e.outputs)), None)
-    logits = _logits(router, inside)
+    logits = _logits(scope.trace, router, inside)
     if logits is None:
         found.absent["router_logits"] = "no module of this block returns one number per expert"
         return
@@ -192,15 +192,21 @@ def _sparse(scope: Scope, mixer: Event, experts: Event, found: ChannelFound) -> 
     found.modules["router"] = found.sites["router_logits"].path
 
 
-def _logits(router: Event | None, inside: list[Event]) -> tuple[ModuleSite, int] | None:
+def _logits(trace: Trace, router: Event | None, inside: list[Event]) -> tuple[Site, int] | None:
     """The router's output of one number per expert: its own, or its linear map's."""
     candidates = [router] if router is not None else []
     candidates += [e for e in inside if is_linear(e)]
     for event in candidates:
         for slot, value in event.outputs:
             if value.tensor.is_floating_point() and value.shape[-1] == _n_experts(event):
-                layout = "flat" if value.tensor.dim() == 2 else "tokens"
-                site = ModuleSite(event.name, "output", slot, event.call, View(layout), value.overwritten)
+                view = View("flat" if value.tensor.dim() == 2 else "tokens")
+                made = value.producer
+                if made is not None and event.index < made.index < event.end:
+                    # the routing reads it before the module returns it
+                    nth = trace.nth(made, event)
+                    site: Site = OpSite(event.name, made.name, nth, None, event.call, view, value.overwritten)
+                else:
+                    site = ModuleSite(event.name, "output", slot, event.call, view, value.overwritten)
                 return site, value.shape[-1]
     return None
 

@@ -49,6 +49,16 @@ class Channels:
         end = self.start + self.stride * (self.groups - 1) + self.width
         return tensor[..., self.start : end].unfold(-1, self.width, self.stride).flatten(-2)
 
+    def write(self, tensor: Tensor, value: Tensor) -> Tensor:
+        """A copy of the projection with `value`, ``[..., size]``, in its channels."""
+        written = tensor.clone()
+        for group in range(self.groups):
+            start = self.start + group * self.stride
+            written[..., start : start + self.width] = value[
+                ..., group * self.width : (group + 1) * self.width
+            ]
+        return written
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -73,6 +83,10 @@ class View:
         """The point's ``[batch, pos, width]`` (``[batch, head, query, key]`` for a matrix) in `tensor`."""
         if self.layout in ("matrix", "raw"):
             return tensor
+        if self.layout == "tokens" and tensor.shape[0] == 1 != batch:
+            tensor = tensor.expand(
+                batch, *tensor.shape[1:]
+            )  # shared by all prompts, as a position embedding is
         if self.layout == "flat":
             tensor = tensor.reshape(batch, -1, *tensor.shape[1:])
         elif self.layout == "heads":
@@ -82,6 +96,25 @@ class View:
         if self.channels is not None:
             tensor = self.channels.read(tensor).contiguous()
         return tensor if self.scale == 1.0 else tensor * self.scale
+
+    def write(self, site: Tensor, value: Tensor) -> Tensor:
+        """The tensor that belongs at the site for the point to be `value`: what :meth:`read` undoes."""
+        if self.scale != 1.0:
+            value = value / self.scale
+        if self.channels is not None:
+            return self.channels.write(site, value.reshape(*site.shape[:-1], -1))
+        if self.layout in ("heads_first", "keys"):
+            return self._split_heads(site, value)
+        return value.reshape(site.shape)
+
+    def _split_heads(self, site: Tensor, value: Tensor) -> Tensor:
+        n = self.n_heads or site.shape[1]
+        value = value.unflatten(-1, (n, -1)).transpose(1, 2)
+        if self.layout == "keys":
+            value = value.transpose(-1, -2)
+        if site.shape[1] > n:
+            value = value.repeat_interleave(site.shape[1] // n, 1)
+        return value.reshape(site.shape)
 
     def _merge_heads(self, tensor: Tensor) -> Tensor:
         if self.layout == "keys":
@@ -121,14 +154,14 @@ class OpSite:
     """The `nth` operation of one name inside a call of a module: what no module boundary holds.
 
     Attributes:
-        slot: an argument's position, ``None`` for the result, or ``scores``/``probs``: what a fused attention
-            kernel computes from its arguments and never returns.
+        slot: an argument's position or keyword, ``None`` for the result, or ``scores``/``probs``: what a fused
+            attention kernel computes from its arguments and never returns.
     """
 
     path: str
     op: str
     nth: int
-    slot: int | Literal["scores", "probs"] | None
+    slot: Slot
     call: int = 0
     view: View = View()
     overwritten: bool = False

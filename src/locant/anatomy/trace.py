@@ -18,7 +18,17 @@ _LARGEST_PER_TOKEN = 1 << 20
 # What asks about a tensor without making one; seen very often, by this recorder's own bookkeeping too.
 _QUERIES = frozenset(
     ["numel", "dim", "size", "stride", "data_ptr", "storage_offset", "is_floating_point", "is_contiguous"]
-    + ["untyped_storage", "__len__", "__bool__", "item", "tolist", "get_device", "is_complex", "_is_view"]
+    + [
+        "untyped_storage",
+        "__len__",
+        "__bool__",
+        "item",
+        "tolist",
+        "get_device",
+        "is_complex",
+        "is_inference",
+        "_is_view",
+    ]
 )
 
 
@@ -33,7 +43,7 @@ class Value:
 
     @property
     def overwritten(self) -> bool:
-        return self.tensor._version != self.version
+        return version_of(self.tensor) != self.version
 
     @property
     def shape(self) -> torch.Size:
@@ -109,7 +119,7 @@ class Trace(TorchFunctionMode):
         name: str = getattr(func, "__name__", str(func))
         if name in _QUERIES:
             return func(*args, **kwargs)
-        inputs = self._tensors(enumerate(flat([*args, *kwargs.values()])))
+        inputs = self._tensors([*enumerate(flat(args)), *kwargs.items()])
         if _writes_in_place(name, kwargs) and inputs:
             self._preserve(inputs[0][1].tensor)
         result = func(*args, **kwargs)
@@ -139,7 +149,7 @@ class Trace(TorchFunctionMode):
 
     def _value(self, tensor: Tensor, producer: Event | None) -> Value:
         known = self._values.get(id(tensor))
-        version = tensor._version
+        version = version_of(tensor)
         if known is not None and known.tensor is tensor and known.version == version:
             return known
         if producer is None and known is not None and known.tensor is tensor:
@@ -194,6 +204,11 @@ def same(a: Value | None, b: Value | None) -> bool:
         and a.version == b.version
         and x.is_contiguous() == y.is_contiguous()
     )
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often its memory was written to; nothing counts that for a tensor made in inference mode."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def slots(output: Any) -> list[tuple[Slot, Any]]:

@@ -290,7 +290,7 @@ def resolve_positions(positions: int | Sequence[int], lengths: Sequence[int]) ->
     Raises:
         PromptError: a position some prompt does not have, or none at all.
     """
-    wanted = [positions] if isinstance(positions, int) else list(positions)
+    wanted = list(positions) if isinstance(positions, Sequence) else [positions]
     wrong = next((p for p in wanted if not isinstance(p, int) or isinstance(p, bool)), None)
     if wrong is not None or not wanted:
         raise PromptError(

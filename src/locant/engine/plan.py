@@ -216,18 +216,17 @@ def _instead(name: str) -> str:
 
 
 def _each(addresses: Addresses) -> Sequence[Address]:
-    if isinstance(addresses, (str, Address)) or _is_pair(addresses):
-        return [to_address(addresses)]  # type: ignore[arg-type]
-    return [to_address(a) for a in addresses]  # type: ignore[union-attr, arg-type]
+    if (
+        isinstance(addresses, Iterable)
+        and not isinstance(addresses, (str, Address))
+        and not _is_one(addresses)
+    ):
+        return [to_address(a) for a in addresses]
+    return [to_address(addresses)]  # type: ignore[arg-type]
 
 
-def _is_pair(value: object) -> bool:
+def _is_one(value: object) -> bool:
+    """A ``(name, layer)`` or ``(name, layer, stream)`` tuple rather than a tuple of addresses."""
     return (
-        isinstance(value, tuple)
-        and 1 < len(value) < 4
-        and isinstance(value[0], str)
-        and isinstance(value[1], int)
+        isinstance(value, tuple) and len(value) in (2, 3) and not isinstance(value[1], (str, Address, tuple))
     )
-
-
-Reader = Callable[[Mapping[Address, Site]], Mapping[Address, object]]

@@ -101,14 +101,13 @@ class Encoder:
             return self._text(prompt, prepend_bos)
         if _is_chat(prompt):
             return self._chat(prompt)
-        ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(ids, Sequence) or isinstance(ids, bytes):
+            raise _no_prompt(f"prompt {index} is {prompt!r}, a {type(prompt).__name__}")
+        ids = [i.item() if hasattr(i, "item") and getattr(i, "ndim", 1) == 0 else i for i in ids]
         wrong = next((x for x in ids if not isinstance(x, int) or isinstance(x, bool)), None)
         if wrong is not None:
-            raise PromptError(
-                f"prompt {index} holds {wrong!r}, a {type(wrong).__name__}",
-                has="a prompt is text, a list of token ids, or a list of chat messages",
-                instead="pass one of these, or a list of them",
-            )
+            raise _no_prompt(f"prompt {index} holds {wrong!r}, a {type(wrong).__name__}")
         return tuple(ids)
 
     def _text(self, text: str, prepend_bos: bool) -> tuple[int, ...]:
@@ -196,12 +195,15 @@ def _separate(prompts: Any) -> list[Any]:
     if isinstance(prompts, (bytes, Mapping)) or not (
         isinstance(prompts, Sequence) or hasattr(prompts, "tolist")
     ):
-        raise PromptError(
-            f"a {type(prompts).__name__} is no prompt",
-            has="a prompt is text, a list of token ids, or a list of chat messages",
-            instead="pass one of these, or a list of them",
-        )
+        raise _no_prompt(f"a {type(prompts).__name__} is no prompt")
     items = list(prompts.tolist() if hasattr(prompts, "tolist") else prompts)
-    if items and all(isinstance(x, (int, float)) for x in items):
-        return [items]
-    return items
+    numbers = [isinstance(x, (int, float)) or getattr(x, "ndim", None) == 0 for x in items]
+    return [items] if items and all(numbers) else items
+
+
+def _no_prompt(asked: str) -> PromptError:
+    return PromptError(
+        asked,
+        has="a prompt is text, a list of token ids, or a list of chat messages",
+        instead="pass one of these, or a list of them",
+    )

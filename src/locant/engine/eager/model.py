@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,9 @@ from locant.engine.plan import Addresses, Catalogue, Plan
 from locant.engine.prompts import Batch, Encoder, Prompts
 from locant.engine.served import Served
 from locant.errors import ModelError, PointUnavailable
+
+
+_PLANS_KEPT = 256
 
 
 class EagerModel:
@@ -59,7 +62,7 @@ class EagerModel:
         self.name = name or self.hf.config.name_or_path or type(self.hf).__name__
         self.revision = revision or getattr(self.hf.config, "_commit_hash", None)
         self._lock = threading.RLock()
-        self._taps: dict[frozenset[Address], Taps] = {}
+        self._plans: dict[object, tuple[Plan, Taps]] = {}
         self._catalogue = self._examine()
 
     # ---- what it is
@@ -84,7 +87,7 @@ class EagerModel:
 
     def plan(self, addresses: Addresses) -> Plan:
         """What a capture of `addresses` will read, without running it; raises what the capture would raise."""
-        return self._catalogue.plan(addresses)
+        return self._prepared(addresses)[0]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self.facts.to_dict().items())
@@ -121,12 +124,12 @@ class EagerModel:
         Raises:
             AddressError, PointError, PromptError: before any forward.
         """
-        plan = self.plan(addresses)
+        plan, taps = self._prepared(addresses)
         batch = self._encoder.batch(prompts, prepend_bos)
         rows = None if positions is None else resolve_positions(positions, batch.lengths)
         drop = isinstance(positions, int)
         keep = _Keep(plan, batch, rows, drop, device)
-        tensors = self._read(plan.reads, batch, keep, grad)
+        tensors = self._read(taps, batch, keep, grad)
         if batch.ragged and rows is None and not grad:
             _blank_padding(tensors, plan, batch)
         layouts = {a: v.dropped() if drop else v for a, v in plan.layouts.items()}
@@ -194,17 +197,28 @@ class EagerModel:
             tape = taps.run(lambda: self.hf(input_ids=ids, use_cache=False), 2, lambda _, t: t)
         return {a: t.to(ids.device) for a, t in tape.items()}, ids
 
-    def _read(
-        self, reads: Mapping[Address, Site], batch: Batch, keep: _Keep, grad: bool
-    ) -> dict[Address, Tensor]:
+    def _prepared(self, addresses: Addresses) -> tuple[Plan, Taps]:
+        """The plan and the taps of a set of addresses, made once."""
+        key = (
+            tuple(addresses)
+            if isinstance(addresses, Iterable) and not isinstance(addresses, (str, tuple))
+            else addresses
+        )
         with self._lock:
             if attention_in_use(self.hf) != self.anatomy.attention:
-                self._catalogue, self._taps = self._examine(), {}
-                return self._read(self.plan(list(reads)).reads, batch, keep, grad)
-            taps = self._taps.setdefault(frozenset(reads), Taps(self.hf, reads))
-            inputs = batch.tensors(input_device(self.hf))
-            with self._undisturbed(grad):
-                return taps.run(lambda: self.hf(**inputs, use_cache=False), len(batch), keep, grad)
+                self._catalogue = self._examine()
+                self._plans.clear()
+            if key not in self._plans:
+                plan = self._catalogue.plan(key)
+                if len(self._plans) == _PLANS_KEPT:
+                    self._plans.clear()
+                self._plans[key] = plan, Taps(self.hf, plan.reads)
+            return self._plans[key]
+
+    def _read(self, taps: Taps, batch: Batch, keep: _Keep, grad: bool) -> dict[Address, Tensor]:
+        inputs = batch.tensors(input_device(self.hf))
+        with self._lock, self._undisturbed(grad):
+            return taps.run(lambda: self.hf(**inputs, use_cache=False), len(batch), keep, grad)
 
     @contextmanager
     def _undisturbed(self, grad: bool) -> Iterator[None]:
@@ -268,13 +282,15 @@ class _Keep:
         return tensor if self._device is None else tensor.to(self._device)
 
 
-def _blank_padding(tensors: Mapping[Address, Tensor], plan: Plan, batch: Batch) -> None:
+def _blank_padding(tensors: dict[Address, Tensor], plan: Plan, batch: Batch) -> None:
     """Positions past a prompt's end become NaN (-1): whatever the model computed there is no activation."""
     blank = ~batch.mask()
-    for address, tensor in tensors.items():
+    for address, tensor in list(tensors.items()):
         axis = plan.layouts[address].position_axis
         if axis is None:
             continue
+        if tensor.stride(0) == 0:
+            tensor = tensors[address] = tensor.clone()
         moved = tensor.movedim(axis, 1)
         moved[blank.to(tensor.device)] = float("nan") if tensor.is_floating_point() else -1
 

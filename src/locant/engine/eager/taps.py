@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from copy import copy
+from itertools import count
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from locant.address import Address
-from locant.anatomy.sites import ModuleSite, OpSite, Site, attention_scores
-from locant.anatomy.trace import flat
+from locant.anatomy.sites import ModuleSite, OpSite, Site, Slot, attention_scores
+from locant.anatomy.trace import version_of
 
+_RECOMPUTED = ("scores", "probs")
 Keep = Callable[[Site, Tensor], Tensor]
 
 
@@ -44,6 +47,7 @@ class Taps:
         """
         run = _Run(self._sites, self._copied, batch, keep, grad)
         with ExitStack() as hooks:
+            hooks.callback(run.close)
             for path, sites in self._watched.items():
                 _watch(self._modules[path], sites, run, hooks)
             try:
@@ -71,51 +75,89 @@ class _Run:
         self._keep = keep
         self._left = len(sites)
         self._kept: list[tuple[Site, Tensor, int]] = []
+        self._inside: list[_Inside] = []
 
-    def take(self, site: Site, tensor: Tensor) -> None:
+    def take(self, site: Site, tensor: Tensor) -> Tensor:
+        """Read one site, and give the tensor the model goes on with.
+
+        With gradients on, that is made from the tensor read wherever the two are not one, so that the graph from
+        what was captured to everything after it exists.
+        """
         value = site.view.read(tensor, self._batch)
+        onward = site.view.write(tensor, value) if self.grad and value is not tensor else tensor
         if site in self._copied and value.data_ptr() == tensor.data_ptr():
             value = value.clone()
         value = self._keep(site, value)
-        self._kept.append((site, value, value._version))
+        self._kept.append((site, value, version_of(value)))
         for address in self._addresses[site]:
             self.read[address] = value
         self._left -= 1
         if self._left == 0:
             raise Stopped
+        return onward
 
     def changed(self) -> set[Site]:
-        return {site for site, tensor, version in self._kept if tensor._version != version}
+        return {site for site, tensor, version in self._kept if version_of(tensor) != version}
+
+    def enter(self, sites: Iterable[OpSite]) -> None:
+        """Watch the operations of the module call that begins here."""
+        mode = _Inside(sites, self)
+        mode.__enter__()
+        self._inside.append(mode)
+
+    def leave(self) -> None:
+        self._inside.pop().__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Stop watching calls that never ended, because the forward was stopped or failed inside them."""
+        while self._inside:
+            self.leave()
 
 
 def _watch(module: nn.Module, sites: Iterable[Site], run: _Run, hooks: ExitStack) -> None:
+    """Hook one module for the length of one forward, only where something of it is read."""
     inputs = [s for s in sites if isinstance(s, ModuleSite) and s.side == "input"]
     outputs = [s for s in sites if isinstance(s, ModuleSite) and s.side == "output"]
     inside = [s for s in sites if isinstance(s, OpSite)]
-    calls = -1
-    modes: list[_Inside] = []
+    entered, left = count(), count()
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal calls
-        calls += 1
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = next(entered)
         for site in inputs:
-            if site.call == calls:
-                run.take(site, kwargs[site.slot] if isinstance(site.slot, str) else args[site.slot or 0])
-        here = [s for s in inside if s.call == calls]
-        if here:
-            mode = _Inside(here, run)
-            mode.__enter__()
-            modes.append(mode)
+            if site.call == call:
+                where: Any = kwargs if isinstance(site.slot, str) else args
+                onward = run.take(site, where[site.slot])
+                if onward is not where[site.slot]:
+                    args, kwargs = with_slot(args, site.slot, onward), with_slot(kwargs, site.slot, onward)
+        if inside:
+            run.enter([s for s in inside if s.call == call])
+        return args, kwargs
 
-    def leave(_: nn.Module, args: object, output: Any) -> None:
-        if modes:
-            modes.pop().__exit__(None, None, None)
+    def leave(_: nn.Module, args: object, output: Any) -> Any:
+        if inside:
+            run.leave()
+        call = next(left)
         for site in outputs:
-            if site.call == calls:
-                run.take(site, output if site.slot is None else output[site.slot])
+            if site.call == call:
+                onward = run.take(site, output if site.slot is None else output[site.slot])
+                output = onward if site.slot is None else with_slot(output, site.slot, onward)
+        return output
 
-    hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-    hooks.callback(module.register_forward_hook(leave, always_call=bool(inside)).remove)
+    if inputs or inside:
+        hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    if outputs or inside:
+        hooks.callback(module.register_forward_hook(leave).remove)
+
+
+def with_slot(values: Any, slot: Slot, value: Tensor) -> Any:
+    """`values` with one element changed, in a new container of its kind where it is another tensor."""
+    if isinstance(values, dict) != isinstance(slot, str) or values[slot] is value:
+        return values
+    if isinstance(values, tuple) and type(values) is tuple:
+        return (*values[:slot], value, *values[slot + 1 :])  # type: ignore[operator, misc]
+    changed = copy(values)
+    changed[slot] = value
+    return changed
 
 
 class _Inside(TorchFunctionMode):
@@ -140,15 +182,18 @@ class _Inside(TorchFunctionMode):
         self._seen[sites[0].op] = nth + 1
         here = [s for s in sites if s.nth == nth]
         for site in here:
-            if isinstance(site.slot, int):
-                self._run.take(site, flat([*args, *kwargs.values()])[site.slot])
-        hidden = {s.slot: s for s in here if isinstance(s.slot, str)}
+            if site.slot in _RECOMPUTED or site.slot is None:
+                continue
+            where: Any = kwargs if isinstance(site.slot, str) else args
+            onward = self._run.take(site, where[site.slot])
+            args, kwargs = with_slot(args, site.slot, onward), with_slot(kwargs, site.slot, onward)
+        hidden = {str(s.slot): s for s in here if s.slot in _RECOMPUTED}
         result = self._recomputed(hidden, *args, **kwargs) if hidden else None
         if result is None:
             result = func(*args, **kwargs)
         for site in here:
             if site.slot is None:
-                self._run.take(site, result)
+                result = self._run.take(site, result)
         return result
 
     def _recomputed(
