@@ -155,9 +155,7 @@ def to_address(value: AddressLike) -> Address:
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str):
-        raise AddressError(
-            asked=f"{name!r}: the name of an address is a string, not {type(name).__name__}", has=_FORMS
-        )
+        raise AddressError(asked=f"{name!r}: the name of an address is a string, not {type(name).__name__}", has=_FORMS)
     if foreign := _FOREIGN.search(name):
         raise AddressError(
             asked=f"{name!r}: an address has no {foreign.group()!r}",

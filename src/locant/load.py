@@ -36,7 +36,10 @@ def load_model(
         dtype: by default the checkpoint's own, float32 for a GGUF file.
         device: where to put the model; ``device_map`` among `options` spreads it over several.
         tokenizer: instead of the source's own; a model object brings none.
-        revision, attn_implementation, trust_remote_code, options: as ``from_pretrained`` takes them.
+        revision: of a hub model.
+        attn_implementation: as ``from_pretrained`` takes it.
+        trust_remote_code: run code that a hub repository brings; never unless asked for.
+        **options: anything else ``from_pretrained`` takes.
 
     Raises:
         ModelError: it cannot be loaded, or is no decoder-only language model.

@@ -158,9 +158,7 @@ _STREAM_VECTOR: _Shape = (("position", "stream"), ("n_streams",))
 _STREAM_MATRIX: _Shape = (("position", "stream", "stream"), ("n_streams",))
 
 
-def _trunk(
-    name: str, shape: _Shape, needs: Requirement, proof: _Names, meaning: str, vllm: Service = _HOOK
-) -> Point:
+def _trunk(name: str, shape: _Shape, needs: Requirement, proof: _Names, meaning: str, vllm: Service = _HOOK) -> Point:
     axes, width = shape
     return Point(name, meaning, "trunk", axes, width, needs, "float", None, proof, _HOOK, vllm)
 
@@ -178,9 +176,7 @@ def _block(
     takes_stream: bool = False,
 ) -> Point:
     axes, width = shape
-    return Point(
-        name, meaning, "block", axes, width, needs, value, read_only, proof, _HOOK, vllm, takes_stream
-    )
+    return Point(name, meaning, "block", axes, width, needs, value, read_only, proof, _HOOK, vllm, takes_stream)
 
 
 # The formatter would spread each row over ten lines, and a table has to be read as one.

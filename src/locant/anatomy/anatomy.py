@@ -73,5 +73,5 @@ class Anatomy:
 _LOGIT_OPS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "mul": lambda x, c: x * c,
     "div": lambda x, c: x / c,
-    "tanh": lambda x, c: x.tanh(),
+    "tanh": lambda x, _: x.tanh(),
 }

@@ -43,16 +43,10 @@ class Core:
         return self.scores is self.mix
 
 
-_POINTS = [
-    "attn_in",
-    "query",
-    "key",
-    "q_norm_in",
-    "q_norm_out",
-    "k_norm_in",
-    "k_norm_out",
-    "query_rotated",
-] + ["key_rotated", "value", "attn_scores", "attn_probs", "z", "attn_gate", "attn_out", "attn_out_post"]
+_POINTS = (
+    "attn_in query key q_norm_in q_norm_out k_norm_in k_norm_out query_rotated key_rotated value attn_scores "
+    "attn_probs z attn_gate attn_out attn_out_post"
+).split()
 
 
 def find_attention(scope: Scope) -> Found:
@@ -68,7 +62,8 @@ def find_attention(scope: Scope) -> Found:
     found.module = mixer
     found.facts["mixer"] = "attention"
     found.sites["attn_in"] = input_site(mixer)
-    if norm := scope.norm_giving(hidden_input(mixer)[1]):
+    taken = hidden_input(mixer)
+    if taken is not None and (norm := scope.norm_giving(taken[1])):
         found.modules["attn_norm"] = norm.name
     _heads(scope, mixer, core, found)
     _projections(scope, mixer, core, found)
@@ -97,9 +92,7 @@ def _written_out(scope: Scope, softmax: Event, n_pos: int) -> Core | None:
         return None
     back = {id(v) for v in scope.trace.ancestors(scores, scope.run.index)}
     before = [
-        e
-        for e in scope.events
-        if e.index < softmax.index and e.name in CONTRACTIONS and id(e.outputs[0][1]) in back
+        e for e in scope.events if e.index < softmax.index and e.name in CONTRACTIONS and id(e.outputs[0][1]) in back
     ]
     after = (e for e in scope.events if e.index > softmax.index and e.is_op and e.name in CONTRACTIONS)
     mix = next((e for e in after if _descends(scope, e.inputs[0][1], probs, softmax)), None)
@@ -132,9 +125,7 @@ def _heads(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
         found.sites["attn_probs"] = op_site(core.scores, "probs", matrix)
     else:
         product = next(
-            e
-            for e in scope.events
-            if e.is_op and any(v is core.key for _, v in e.inputs) and e.name in CONTRACTIONS
+            e for e in scope.events if e.is_op and any(v is core.key for _, v in e.inputs) and e.name in CONTRACTIONS
         )
         arguments = tuple(s for s, v in product.inputs if v is core.query or v is core.key)
         found.sites["attn_scores"] = op_site(core.scores, 0, matrix)
@@ -184,9 +175,7 @@ def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
             found.modules[f"w_{name[0]}"] = event.name
     norms = [e for e in scope.norms if mixer.index < e.index < core.scores.index]
     for name, short in (("query", "q"), ("key", "k")):
-        reach = {id(v) for v in back[name]} - {
-            id(v) for other, vs in back.items() if other != name for v in vs
-        }
+        reach = {id(v) for v in back[name]} - {id(v) for other, vs in back.items() if other != name for v in vs}
         norm = next((e for e in norms if id(e.output()) in reach), None)
         if norm is not None:
             layout = _head_layout(norm.output(), n_pos)

@@ -31,9 +31,7 @@ def find_channel_mixer(scope: Scope, attention: Found) -> ChannelFound:
     mixer = _mixer(scope, attention.module)
     if mixer is None:
         reason = "no module of this block mixes channels alone"
-        found.absent = dict.fromkeys(
-            ["resid_mid", "mlp_in", "mlp_out", "mlp_out_post", *_NEURONS, *_ROUTER], reason
-        )
+        found.absent = dict.fromkeys(["resid_mid", "mlp_in", "mlp_out", "mlp_out_post", *_NEURONS, *_ROUTER], reason)
         found.facts = {"channel": None}
         return found
     found.module = mixer
@@ -85,9 +83,7 @@ def _dense(scope: Scope, mixer: Event, found: ChannelFound) -> None:
     inside = [e for e in scope.events if mixer.index < e.index < mixer.end]
     linears = [e for e in inside if is_linear(e)]
     if not linears:
-        found.absent |= dict.fromkeys(
-            [*_NEURONS, "mlp_out", "mlp_out_post"], "no linear map inside this block's MLP"
-        )
+        found.absent |= dict.fromkeys([*_NEURONS, "mlp_out", "mlp_out_post"], "no linear map inside this block's MLP")
         found.facts = {"channel": "other"}
         return
     down = linears[-1]
@@ -100,9 +96,7 @@ def _dense(scope: Scope, mixer: Event, found: ChannelFound) -> None:
     _branches(scope, mixer, linears[:-1], activated, found)
 
 
-def _branches(
-    scope: Scope, mixer: Event, linears: list[Event], activated: Value, found: ChannelFound
-) -> None:
+def _branches(scope: Scope, mixer: Event, linears: list[Event], activated: Value, found: ChannelFound) -> None:
     """The pre-activation neurons, and the ungated branch where the activation is multiplied by one."""
     product = activated.producer
     gate, linear = activated, None
@@ -117,9 +111,7 @@ def _branches(
         found.absent["mlp_pre_linear"] = "the MLP of this block is not gated, so it has one branch"
     else:
         found.sites["mlp_pre_linear"], found.modules["w_up"] = _branch_site(linear, linears, scope)
-    act = next(
-        (e for e in scope.events if e.module is not None and e.output() is gate and not is_linear(e)), None
-    )
+    act = next((e for e in scope.events if e.module is not None and e.output() is gate and not is_linear(e)), None)
     back = scope.trace.ancestors(gate, mixer.index)
     before = next((v for v in back if v is not gate and _source(v, linears, scope) is not None), None)
     if before is None:

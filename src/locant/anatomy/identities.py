@@ -144,14 +144,14 @@ def _worst(results: list[Measured]) -> Measured | None:
 
 
 @_identity("embedding", "embeddings = W_E[tokens]")
-def _embedding(e: Evidence, layer: int | None) -> Measured | None:
+def _embedding(e: Evidence, _: int | None) -> Measured | None:
     if not e.has(None, "embeddings"):
         return None
     return _equal(e.get("embeddings", None), e.call("embedding", None, e.ids))
 
 
 @_identity("first_residual", "resid_pre.0 = embeddings (+ position embedding)")
-def _first_residual(e: Evidence, layer: int | None) -> Measured | None:
+def _first_residual(e: Evidence, _: int | None) -> Measured | None:
     terms = [t for path in e.anatomy.summands if (t := e.output(path)) is not None]
     if not terms or len(terms) != len(e.anatomy.summands) or not e.has(0, "resid_pre"):
         return None
@@ -160,7 +160,7 @@ def _first_residual(e: Evidence, layer: int | None) -> Measured | None:
 
 
 @_identity("final_norm", "final_norm = norm(resid_post.last)")
-def _final_norm(e: Evidence, layer: int | None) -> Measured | None:
+def _final_norm(e: Evidence, _: int | None) -> Measured | None:
     last = e.anatomy.facts.n_layers - 1
     if not e.has(None, "final_norm") or not e.has(last, "resid_post"):
         return None
@@ -168,14 +168,14 @@ def _final_norm(e: Evidence, layer: int | None) -> Measured | None:
 
 
 @_identity("unembedding", "lm_head = W_U final_norm")
-def _unembedding(e: Evidence, layer: int | None) -> Measured | None:
+def _unembedding(e: Evidence, _: int | None) -> Measured | None:
     if not e.has(None, "final_norm", "lm_head"):
         return None
     return _equal(e.get("lm_head", None), e.call("lm_head", None, e.get("final_norm", None)))
 
 
 @_identity("logits", "logits = cap(scale · lm_head)")
-def _logits(e: Evidence, layer: int | None) -> Measured | None:
+def _logits(e: Evidence, _: int | None) -> Measured | None:
     if not e.has(None, "lm_head", "logits"):
         return None
     return _equal(e.anatomy.shape_logits(e.get("lm_head", None)), e.get("logits", None))
@@ -362,9 +362,7 @@ def _branches(e: Evidence, layer: int | None) -> Measured | None:
             continue
         projected = e.call(role, layer, e.get("mlp_in", layer))
         channels = part.sites[name].view.channels
-        results.append(
-            _equal(e.get(name, layer), projected if channels is None else channels.read(projected), (name,))
-        )
+        results.append(_equal(e.get(name, layer), projected if channels is None else channels.read(projected), (name,)))
     return _worst(results)
 
 
@@ -420,16 +418,3 @@ def _expert_sum(e: Evidence, layer: int | None) -> Measured | None:
     tokens, indices, weights, out = (e.get(n, layer) for n in names)
     rebuilt = e.call("experts", layer, tokens.flatten(0, 1), indices.flatten(0, 1), weights.flatten(0, 1))
     return _equal(rebuilt.reshape(out.shape), out)
-
-
-# Points nothing above speaks of yet: gated attention and hyper-connections are measured where they are found.
-
-
-@_identity("gate", "z = sigmoid(gate) · attn_probs · value")
-def _gate(e: Evidence, layer: int | None) -> Measured | None:
-    return None
-
-
-@_identity("stream_update", "streams' = write ⊗ out + mixᵀ · streams")
-def _stream_update(e: Evidence, layer: int | None) -> Measured | None:
-    return None

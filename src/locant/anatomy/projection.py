@@ -62,9 +62,9 @@ def _is_copy(value: Value, origin: Value) -> bool:
 
 
 _MOVES = frozenset(
-    ["view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "swapaxes", "swapdims"]
-    + ["contiguous", "clone", "split", "chunk", "tensor_split", "unbind", "narrow", "select", "__getitem__"]
-    + ["squeeze", "unsqueeze", "expand", "expand_as", "repeat_interleave", "view_as", "__get__"]
+    "view reshape flatten unflatten transpose permute movedim swapaxes swapdims contiguous clone split chunk "
+    "tensor_split unbind narrow select __getitem__ squeeze unsqueeze expand expand_as repeat_interleave "
+    "view_as __get__".split()
 )
 
 
@@ -87,7 +87,8 @@ def _from_strides(heads: Tensor, output: Tensor) -> Tensor | None:
         return None
     start = heads.storage_offset() - output.storage_offset()
     n_heads, width = heads.shape[1:]
-    index = start + torch.arange(n_heads)[:, None] * heads.stride(1) + torch.arange(width) * heads.stride(2)
+    steps: Tensor = torch.arange(n_heads)[:, None] * heads.stride(1) + torch.arange(width) * heads.stride(2)
+    index: Tensor = steps + int(start)
     return index if int(index.min()) >= 0 and int(index.max()) < output.shape[-1] else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +13,7 @@ from locant.anatomy.anatomy import Anatomy
 from locant.anatomy.identities import IDENTITIES, Evidence, Measured
 from locant.points import POINTS
 
+Measure = Callable[[str, int | None], Measured | None]
 State = Literal["proven", "refused", "vacuous"]
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
@@ -41,6 +42,7 @@ def prove(anatomy: Anatomy, tape: Mapping[Address, Tensor], evidence: Evidence) 
     """Judge every point that was found.
 
     Args:
+        anatomy: where they were found.
         tape: the tensor at each site, read the way a capture reads it.
         evidence: the same tensors with the model's own modules to call by hand.
     """
@@ -55,13 +57,13 @@ def prove(anatomy: Anatomy, tape: Mapping[Address, Tensor], evidence: Evidence) 
             measured[key] = identity.measure(evidence, layer)
         return measured[key]
 
-    return {address: _judge(address, anatomy, measure, tolerance) for address in anatomy.addresses()}
+    return {address: _judge(address, measure, tolerance) for address in anatomy.addresses()}
 
 
-def _judge(address: Address, anatomy: Anatomy, measure: object, tolerance: float) -> Verdict:
+def _judge(address: Address, measure: Measure, tolerance: float) -> Verdict:
     results: list[tuple[str, Measured]] = []
     for name in POINTS[address.name].proof:
-        result = measure(name, address.layer)  # type: ignore[operator]
+        result = measure(name, address.layer)
         if result is not None and (not result.points or address.name in result.points):
             results.append((name, result))
     if not results:
@@ -75,7 +77,5 @@ def _judge(address: Address, anatomy: Anatomy, measure: object, tolerance: float
         return Verdict("refused", result.error, reason, names)
     telling = [r for _, r in results if not r.vacuous]
     if not telling:
-        return Verdict(
-            "vacuous", None, "its identities hold trivially on these weights and prove nothing", names
-        )
+        return Verdict("vacuous", None, "its identities hold trivially on these weights and prove nothing", names)
     return Verdict("proven", max(r.error for r in telling), "", names)

@@ -29,8 +29,7 @@ class Channels:
         start = index[0][0]
         stride = index[1][0] - start if groups > 1 else width
         even = all(
-            list(run) == list(range(start + g * stride, start + g * stride + width))
-            for g, run in enumerate(index)
+            list(run) == list(range(start + g * stride, start + g * stride + width)) for g, run in enumerate(index)
         )
         if not even or stride < width:
             return None
@@ -54,9 +53,7 @@ class Channels:
         written = tensor.clone()
         for group in range(self.groups):
             start = self.start + group * self.stride
-            written[..., start : start + self.width] = value[
-                ..., group * self.width : (group + 1) * self.width
-            ]
+            written[..., start : start + self.width] = value[..., group * self.width : (group + 1) * self.width]
         return written
 
 
@@ -84,9 +81,7 @@ class View:
         if self.layout in ("matrix", "raw"):
             return tensor
         if self.layout == "tokens" and tensor.shape[0] == 1 != batch:
-            tensor = tensor.expand(
-                batch, *tensor.shape[1:]
-            )  # shared by all prompts, as a position embedding is
+            tensor = tensor.expand(batch, *tensor.shape[1:])  # shared by all prompts, as a position embedding is
         if self.layout == "flat":
             tensor = tensor.reshape(batch, -1, *tensor.shape[1:])
         elif self.layout == "heads":
@@ -167,13 +162,7 @@ class OpSite:
     overwritten: bool = False
 
     def __str__(self) -> str:
-        part = (
-            "result"
-            if self.slot is None
-            else self.slot
-            if isinstance(self.slot, str)
-            else f"argument {self.slot}"
-        )
+        part = "result" if self.slot is None else self.slot if isinstance(self.slot, str) else f"argument {self.slot}"
         return f"{self.path}: {part} of {self.op} #{self.nth}"
 
 

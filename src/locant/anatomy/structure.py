@@ -14,6 +14,7 @@ from locant.anatomy.trace import Event, Trace, Value, same
 
 ADDITIONS = frozenset(["add", "__add__", "__radd__", "__iadd__", "add_"])
 PRODUCTS = frozenset(["mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply"])
+QUOTIENTS = frozenset(["div", "__truediv__", "__itruediv__", "div_", "divide"])
 CONTRACTIONS = frozenset(["matmul", "__matmul__", "bmm", "baddbmm", "einsum"])
 
 
@@ -72,9 +73,7 @@ class Scope:
 
 def hidden_input(event: Event) -> tuple[Slot, Value] | None:
     """The first floating-point argument with a position axis, and its slot."""
-    return next(
-        ((s, v) for s, v in event.inputs if v.tensor.is_floating_point() and v.tensor.dim() >= 2), None
-    )
+    return next(((s, v) for s, v in event.inputs if v.tensor.is_floating_point() and v.tensor.dim() >= 2), None)
 
 
 def is_linear(event: Event) -> bool:
@@ -88,11 +87,13 @@ def is_linear(event: Event) -> bool:
 
 
 def output_site(event: Event, view: View | None = None) -> ModuleSite:
+    """Where the first tensor that `event` returns is read."""
     slot, value = next((s, v) for s, v in event.outputs if v is event.output())
     return ModuleSite(event.name, "output", slot, event.call, view or View(), value.overwritten)
 
 
 def input_site(event: Event, view: View | None = None) -> ModuleSite:
+    """Where the hidden states that `event` is handed are read."""
     found = hidden_input(event)
     assert found is not None, "an input site is asked for where there is an input"
     slot, value = found
@@ -107,6 +108,4 @@ def _ignores_scale(module: nn.Module, rows: Tensor) -> bool:
         once, twice = call(unit), call(2 * unit)
     if not isinstance(once, Tensor) or once.shape != unit.shape:
         return False
-    return torch.allclose(once, twice, rtol=2e-2, atol=2e-2 * float(once.abs().max())) and bool(
-        once.abs().max() > 0
-    )
+    return torch.allclose(once, twice, rtol=2e-2, atol=2e-2 * float(once.abs().max())) and bool(once.abs().max() > 0)

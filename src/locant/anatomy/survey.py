@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from locant.anatomy.attention import find_attention
 from locant.anatomy.channel import find_channel_mixer
 from locant.anatomy.facts import Facts, LayerFacts, common
 from locant.anatomy.sites import ModuleSite, Site, View
-from locant.anatomy.structure import PRODUCTS, Scope, hidden_input, is_linear, output_site
+from locant.anatomy.structure import PRODUCTS, QUOTIENTS, Scope, hidden_input, is_linear, output_site
 from locant.anatomy.trace import Event, Trace, Value, same
 from locant.errors import ModelError
 from locant.points import POINTS
@@ -36,10 +37,10 @@ def survey(model: PreTrainedModel) -> Anatomy:
             instead="load a decoder-only language model (AutoModelForCausalLM)",
         )
     found = [_block(trace, run) for run in runs]
-    trunk, summands, sizes = _trunk(trace, model, runs, ids)
+    trunk, summands, trunk_sizes = _trunk(trace, model, runs, ids)
     layers = tuple(layer for _, layer in found)
-    d_model = hidden_input(runs[0])[1].shape[-1]
-    facts = Facts(n_layers=len(runs), d_model=d_model, layers=layers, **sizes, **common(layers))
+    sizes: dict[str, Any] = trunk_sizes | common(layers)
+    facts = Facts(n_layers=len(runs), layers=layers, **sizes)
     return Anatomy(
         facts,
         trunk,
@@ -52,13 +53,14 @@ def survey(model: PreTrainedModel) -> Anatomy:
 
 
 def attention_in_use(model: PreTrainedModel) -> str | None:
+    """The attention implementation the model runs with now."""
     return getattr(model.config.get_text_config(), "_attn_implementation", None)
 
 
 def probe_ids(model: PreTrainedModel, batch: int, length: int | None = None) -> Tensor:
     """A few different tokens; a length no size in the config shares, so that axes cannot be confused."""
     config = model.config.get_text_config()
-    vocabulary = int(getattr(config, "vocab_size", 0) or 0) or model.get_input_embeddings().weight.shape[0]
+    vocabulary = int(getattr(config, "vocab_size", 0) or 0) or embedding_weight(model).shape[0]
     sizes = {v for v in config.to_dict().values() if isinstance(v, int)}
     length = length or next((n for n in (7, 11, 13, 5) if n not in sizes), 7)
     first, last = vocabulary // 10, max(vocabulary - vocabulary // 10, vocabulary // 10 + 1)
@@ -67,34 +69,31 @@ def probe_ids(model: PreTrainedModel, batch: int, length: int | None = None) -> 
     return ids.to(input_device(model))
 
 
+def embedding_weight(model: PreTrainedModel) -> Tensor:
+    """``[vocab, d]`` of the token embedding."""
+    return cast("Tensor", model.get_input_embeddings().weight)
+
+
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where token ids go, on a model that is spread over devices or offloaded too."""
     embedding = model.get_input_embeddings()
     hook = getattr(embedding, "_hf_hook", None)
-    place = getattr(hook, "execution_device", None) if hook is not None else None
-    return torch.device(place) if place is not None else embedding.weight.device
+    place: str | int | torch.device | None = getattr(hook, "execution_device", None)
+    return embedding_weight(model).device if place is None else torch.device(place)
 
 
 def block_runs(trace: Trace, model: nn.Module) -> list[Event]:
     """Calls of the elements of the outermost module lists that map a residual stream to itself."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [p for p in lists if not any(p.startswith(f"{q}.") for q in lists)]
-    elements = {
-        f"{path}.{name}" for path in outermost for name, _ in model.get_submodule(path).named_children()
-    }
+    elements = {f"{path}.{name}" for path in outermost for name, _ in model.get_submodule(path).named_children()}
     return [e for e in trace.calls(trace.events) if e.name in elements and _keeps_residual(e)]
 
 
 def _keeps_residual(event: Event) -> bool:
     taken, given = hidden_input(event), event.output()
     heavy = event.module is not None and any(p.dim() >= 2 for p in event.module.parameters())
-    return (
-        heavy
-        and not is_linear(event)
-        and taken is not None
-        and given is not None
-        and taken[1].shape == given.shape
-    )
+    return heavy and not is_linear(event) and taken is not None and given is not None and taken[1].shape == given.shape
 
 
 def _block(trace: Trace, run: Event) -> tuple[Part, LayerFacts]:
@@ -120,7 +119,7 @@ def _in_forward_order(sites: dict[str, Site]) -> dict[str, Site]:
 
 def _trunk(
     trace: Trace, model: PreTrainedModel, runs: Sequence[Event], ids: Tensor
-) -> tuple[Part, tuple[str, ...], dict[str, int | None]]:
+) -> tuple[Part, tuple[str, ...], dict[str, Any]]:
     sites: dict[str, Site] = {}
     modules: dict[str, str] = {}
     absent: dict[str, str] = {}
@@ -138,7 +137,7 @@ def _trunk(
 
     scope = Scope(trace, runs[-1])
     last = runs[-1].output()
-    norm = next((e for e in after if scope.is_norm(e) and same(hidden_input(e)[1], last)), None)
+    norm = next((e for e in after if scope.is_norm(e) and (read := hidden_input(e)) and same(read[1], last)), None)
     if norm is None:
         absent["final_norm"] = "no norm reads the last block's output"
     else:
@@ -146,13 +145,14 @@ def _trunk(
         modules["final_norm"] = norm.name
 
     head = next((e for e in reversed(after) if is_linear(e)), None)
-    sizes: dict[str, int | None] = {"vocab_size": None, "n_ctx": _context(model)}
-    if head is None:
+    unembedded = head.output() if head is not None else None
+    sizes: dict[str, Any] = {"d_model": scope.residual[1].shape[-1], "n_ctx": _context(model)}
+    if head is None or unembedded is None:
         absent["lm_head"] = absent["logits"] = "this model has no unembedding after its blocks"
     else:
         sites["lm_head"] = output_site(head)
         modules["lm_head"] = head.name
-        sizes["vocab_size"] = head.output().shape[-1]
+        sizes["vocab_size"] = unembedded.shape[-1]
         whole = trace.events[0]
         slot = next((s for s, v in whole.outputs if v.shape[-1] == sizes["vocab_size"]), "logits")
         sites["logits"] = ModuleSite("", "output", slot)
@@ -185,9 +185,7 @@ def _logit_ops(trace: Trace, head: str | None) -> tuple[tuple[str, float], ...]:
     return tuple(found)
 
 
-_LOGIT_OPS = {"tanh": "tanh", "div": "div", "__truediv__": "div", "__itruediv__": "div", "div_": "div"} | {
-    name: "mul" for name in PRODUCTS
-}
+_LOGIT_OPS = {"tanh": "tanh"} | dict.fromkeys(QUOTIENTS, "div") | dict.fromkeys(PRODUCTS, "mul")
 
 
 def _reads_ids(event: Event, ids: Tensor) -> bool:
@@ -212,9 +210,7 @@ def _summands(before: Sequence[Event], residual: Value | None) -> tuple[str, ...
 
 def _integer_input(event: Event) -> bool:
     leaf = event.module is not None and not any(True for _ in event.module.children())
-    return leaf and any(
-        not v.tensor.is_floating_point() and v.tensor.dtype is not torch.bool for _, v in event.inputs
-    )
+    return leaf and any(not v.tensor.is_floating_point() and v.tensor.dtype is not torch.bool for _, v in event.inputs)
 
 
 def _context(model: PreTrainedModel) -> int | None:

@@ -17,18 +17,8 @@ _LARGEST_PER_TOKEN = 1 << 20
 
 # What asks about a tensor without making one; seen very often, by this recorder's own bookkeeping too.
 _QUERIES = frozenset(
-    ["numel", "dim", "size", "stride", "data_ptr", "storage_offset", "is_floating_point", "is_contiguous"]
-    + [
-        "untyped_storage",
-        "__len__",
-        "__bool__",
-        "item",
-        "tolist",
-        "get_device",
-        "is_complex",
-        "is_inference",
-        "_is_view",
-    ]
+    "numel dim size stride data_ptr storage_offset is_floating_point is_contiguous untyped_storage __len__ "
+    "__bool__ item tolist get_device is_complex is_inference _is_view".split()
 )
 
 
@@ -104,7 +94,7 @@ class Trace(TorchFunctionMode):
             event.inputs = self._tensors([*enumerate(args), *kwargs.items()])
             self._open.append(event)
 
-        def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def leave(_: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             event = self._open.pop()
             event.outputs = self._tensors(slots(output))
             event.end = len(self.events)
@@ -140,9 +130,7 @@ class Trace(TorchFunctionMode):
     def _tensors(
         self, items: Sequence[tuple[Slot, Any]] | Iterator[tuple[Slot, Any]], producer: Event | None = None
     ) -> list[tuple[Slot, Value]]:
-        return [
-            (slot, self._value(x, producer)) for slot, x in items if isinstance(x, Tensor) and self._kept(x)
-        ]
+        return [(slot, self._value(x, producer)) for slot, x in items if isinstance(x, Tensor) and self._kept(x)]
 
     def _kept(self, tensor: Tensor) -> bool:
         return tensor.numel() <= self._limit and not isinstance(tensor, nn.Parameter)
@@ -237,9 +225,8 @@ def _writes_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
     if "out" in kwargs:
         return True
     if name.startswith("__"):
-        return (
-            name.startswith("__i")
-            and name not in ("__invert__", "__index__", "__int__")
-            or name == "__setitem__"
-        )
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
     return name.endswith("_")
+
+
+_NOT_IN_PLACE = ("__invert__", "__index__", "__int__")

@@ -89,7 +89,7 @@ class Cache(Mapping[Address, Tensor]):
 
     # ---- a mapping
 
-    def __getitem__(self, key: Key) -> Shaped[Tensor, "..."]:
+    def __getitem__(self, key: Key) -> Shaped[Tensor, ...]:
         return self._tensors[self._address(key)]
 
     def __iter__(self) -> Iterator[Address]:
@@ -121,9 +121,7 @@ class Cache(Mapping[Address, Tensor]):
     @property
     def nbytes(self) -> int:
         """Bytes held, memory shared by several addresses counted once."""
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._tensors.values()
-        }
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._tensors.values()}
         return sum(storages.values())
 
     # ---- parts of it
@@ -180,14 +178,10 @@ class Cache(Mapping[Address, Tensor]):
         A negative position counts from the end of each prompt. One position as an ``int`` drops the axis.
         """
         if self.positions is not None:
-            raise CacheError(
-                "positions of a cache that already holds selected ones", instead="capture them all"
-            )
+            raise CacheError("positions of a cache that already holds selected ones", instead="capture them all")
         rows = resolve_positions(positions, self.lengths)
         drop = isinstance(positions, int)
-        tensors = {
-            a: select(t, rows, self._layouts[a].position_axis, drop).clone() for a, t in self._tensors.items()
-        }
+        tensors = {a: select(t, rows, self._layouts[a].position_axis, drop).clone() for a, t in self._tensors.items()}
         layouts = {a: v.dropped() if drop else v for a, v in self._layouts.items()}
         return Cache(tensors, self.tokens, layouts, rows, self.origin)
 
@@ -259,9 +253,7 @@ class Cache(Mapping[Address, Tensor]):
             spans = spans_of([a.layer for a in layers if a.layer is not None])
             rows.append((name, spans, shape, str(first.dtype).removeprefix("torch."), bytes_text(size)))
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         prompts = f"{len(self.tokens)} prompt{'s' * (len(self.tokens) != 1)} of {spans_of(list(self.lengths))} tokens"
         source = f" from {self.origin.model}" if self.origin.model else ""
         return "\n".join([f"Cache: {prompts}{source}, {bytes_text(self.nbytes)}", *lines])
@@ -293,9 +285,7 @@ def resolve_positions(positions: int | Sequence[int], lengths: Sequence[int]) ->
     wanted = list(positions) if isinstance(positions, Sequence) else [positions]
     wrong = next((p for p in wanted if not isinstance(p, int) or isinstance(p, bool)), None)
     if wrong is not None or not wanted:
-        raise PromptError(
-            f"positions {positions!r}", instead="name one position, or a list of them, as integers"
-        )
+        raise PromptError(f"positions {positions!r}", instead="name one position, or a list of them, as integers")
     for i, length in enumerate(lengths):
         missing = next((p for p in wanted if not -length <= p < length), None)
         if missing is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from locant.address import Address, AddressLike, format_address, to_address
@@ -84,9 +84,7 @@ class Catalogue:
         """
         wanted = dict.fromkeys(_each(addresses))
         if not wanted:
-            raise AddressError(
-                "no addresses: the list is empty", instead="name at least one, e.g. 'resid_post.0'"
-            )
+            raise AddressError("no addresses: the list is empty", instead="name at least one, e.g. 'resid_post.0'")
         reads = {address: self.site(address) for address in wanted}
         return Plan(reads, {address: self._layout(address, site) for address, site in reads.items()})
 
@@ -121,17 +119,13 @@ class Catalogue:
             raise PointUnavailable(f"{name}: {reason}", has=self._layers_having(address), instead=instead)
         verdict = self.verdicts.get(address)
         if verdict is not None and verdict.state != "proven":
-            raise PointUnavailable(
-                f"{name}: {verdict.reason}", has=f"found at {site}", instead=_instead(address.name)
-            )
+            raise PointUnavailable(f"{name}: {verdict.reason}", has=f"found at {site}", instead=_instead(address.name))
         return site
 
     def status(self) -> list[PointStatus]:
         """One row per point and layer, in forward order."""
         layers = range(self.anatomy.facts.n_layers)
-        everywhere = [
-            (p, layer) for p in POINTS.values() for layer in ([None] if p.scope == "trunk" else layers)
-        ]
+        everywhere = [(p, layer) for p in POINTS.values() for layer in ([None] if p.scope == "trunk" else layers)]
         return [self._status(Address(point.name, layer)) for point, layer in everywhere]
 
     def _status(self, address: Address) -> PointStatus:
@@ -145,9 +139,7 @@ class Catalogue:
             return PointStatus(address, True, width, str(site), "not run")
         served = verdict.state == "proven"
         instead = "" if served else _instead(address.name)
-        return PointStatus(
-            address, served, width, str(site), verdict.state, verdict.error, verdict.reason, instead
-        )
+        return PointStatus(address, served, width, str(site), verdict.state, verdict.error, verdict.reason, instead)
 
     def _absence(self, address: Address) -> tuple[str, str]:
         absent = self.anatomy.part(address.layer).absent.get(address.name)
@@ -216,17 +208,11 @@ def _instead(name: str) -> str:
 
 
 def _each(addresses: Addresses) -> Sequence[Address]:
-    if (
-        isinstance(addresses, Iterable)
-        and not isinstance(addresses, (str, Address))
-        and not _is_one(addresses)
-    ):
-        return [to_address(a) for a in addresses]
-    return [to_address(addresses)]  # type: ignore[arg-type]
+    if isinstance(addresses, Iterable) and not isinstance(addresses, (str, Address)) and not _is_one(addresses):
+        return [to_address(a) for a in addresses]  # pyright: ignore[reportArgumentType]
+    return [to_address(addresses)]  # pyright: ignore[reportArgumentType]
 
 
 def _is_one(value: object) -> bool:
     """A ``(name, layer)`` or ``(name, layer, stream)`` tuple rather than a tuple of addresses."""
-    return (
-        isinstance(value, tuple) and len(value) in (2, 3) and not isinstance(value[1], (str, Address, tuple))
-    )
+    return isinstance(value, tuple) and len(value) in (2, 3) and not isinstance(value[1], (str, Address, tuple))

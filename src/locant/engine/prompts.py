@@ -112,16 +112,15 @@ class Encoder:
 
     def _text(self, text: str, prepend_bos: bool) -> tuple[int, ...]:
         tokenizer = self._needed(f"the text {text[:40]!r}")
-        ids = list(tokenizer(text)["input_ids"])  # type: ignore[arg-type]
-        bos = tokenizer.bos_token_id
+        encoded: Any = tokenizer(text)["input_ids"]
+        ids = [int(i) for i in encoded]
+        bos: Any = tokenizer.bos_token_id
         if bos is None:
             return tuple(ids)
         if ids[:2] == [bos, bos]:
             return tuple(ids[1:])
         if not prepend_bos:
-            return tuple(
-                ids[1:] if ids[:1] == [bos] and not text.startswith(str(tokenizer.bos_token)) else ids
-            )
+            return tuple(ids[1:] if ids[:1] == [bos] and not text.startswith(str(tokenizer.bos_token)) else ids)
         return tuple(ids if ids[:1] == [bos] or self._bos_marks_turns else [bos, *ids])
 
     @cached_property
@@ -192,11 +191,9 @@ def _separate(prompts: Any) -> list[Any]:
         return [prompts] if prompts.dim() == 1 else list(prompts)
     if isinstance(prompts, str) or _is_chat(prompts):
         return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not (
-        isinstance(prompts, Sequence) or hasattr(prompts, "tolist")
-    ):
+    if isinstance(prompts, (bytes, Mapping)) or not (isinstance(prompts, Sequence) or hasattr(prompts, "tolist")):
         raise _no_prompt(f"a {type(prompts).__name__} is no prompt")
-    items = list(prompts.tolist() if hasattr(prompts, "tolist") else prompts)
+    items: list[Any] = list(getattr(prompts, "tolist", lambda: prompts)())
     numbers = [isinstance(x, (int, float)) or getattr(x, "ndim", None) == 0 for x in items]
     return [items] if items and all(numbers) else items
 

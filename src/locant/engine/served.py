@@ -74,11 +74,7 @@ class Served(Sequence[PointStatus]):
         layers = [r.address.layer for r in rows if r.address.layer is not None]
         errors = [r.error for r in rows if r.error is not None]
         widths = {r.width for r in rows}
-        width = (
-            POINTS[name].width_text
-            if None in widths
-            else "/".join(str(w) for w in sorted(w for w in widths if w))
-        )
+        width = POINTS[name].width_text if None in widths else "/".join(str(w) for w in sorted(w for w in widths if w))
         how = first.how if len(rows) == 1 else _pattern([r.how for r in rows])
         error = max(errors) if errors else None
         return PointRow(name, spans_of(layers), served, width, how, proof, error, reason, first.instead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -19,16 +19,15 @@ from locant.address import Address, AddressLike, format_address
 from locant.anatomy.anatomy import Anatomy
 from locant.anatomy.facts import Facts
 from locant.anatomy.identities import Evidence
-from locant.anatomy.proof import Verdict, prove
+from locant.anatomy.proof import prove
 from locant.anatomy.sites import Site
-from locant.anatomy.survey import attention_in_use, input_device, probe_ids, survey
+from locant.anatomy.survey import attention_in_use, embedding_weight, input_device, probe_ids, survey
 from locant.engine.cache import Cache, Origin, resolve_positions, select
 from locant.engine.eager.taps import Taps, inference
 from locant.engine.plan import Addresses, Catalogue, Plan
 from locant.engine.prompts import Batch, Encoder, Prompts
 from locant.engine.served import Served
 from locant.errors import ModelError, PointUnavailable
-
 
 _PLANS_KEPT = 256
 
@@ -69,7 +68,7 @@ class EagerModel:
 
     @property
     def facts(self) -> Facts:
-        """Sizes: ``n_layers``, ``d_model``, ``n_heads``, ``n_kv_heads``, ``head_dim``, ``d_mlp``, ``vocab_size`` …"""
+        """Sizes: ``n_layers``, ``d_model``, ``n_heads``, ``n_kv_heads``, ``head_dim``, ``d_mlp``, ``vocab_size``."""
         return self._catalogue.anatomy.facts
 
     @property
@@ -169,7 +168,7 @@ class EagerModel:
 
     @cached_property
     def _encoder(self) -> Encoder:
-        rows = self.hf.get_input_embeddings().weight.shape[0]
+        rows = embedding_weight(self.hf).shape[0]
         return Encoder(self.tokenizer, rows, self.facts.n_ctx)
 
     def _examine(self) -> Catalogue:
@@ -186,12 +185,8 @@ class EagerModel:
         """Every site read in one forward of two prompts that differ in their last token only."""
         ids = probe_ids(self.hf, 1, 6).repeat(2, 1)
         ids[1, -1] = ids[1, 0]
-        reads: dict[Address, Site] = {
-            a: site for a in anatomy.addresses() if (site := anatomy.site(a)) is not None
-        }
-        reads |= {
-            Address.of_module(p): anatomy.outputs[p][0] for p in anatomy.summands if p in anatomy.outputs
-        }
+        reads: dict[Address, Site] = {a: site for a in anatomy.addresses() if (site := anatomy.site(a)) is not None}
+        reads |= {Address.of_module(p): anatomy.outputs[p][0] for p in anatomy.summands if p in anatomy.outputs}
         taps = Taps(self.hf, reads)
         with self._undisturbed(grad=False):
             tape = taps.run(lambda: self.hf(input_ids=ids, use_cache=False), 2, lambda _, t: t)
@@ -221,7 +216,7 @@ class EagerModel:
             return taps.run(lambda: self.hf(**inputs, use_cache=False), len(batch), keep, grad)
 
     @contextmanager
-    def _undisturbed(self, grad: bool) -> Iterator[None]:
+    def _undisturbed(self, grad: bool) -> Generator[None]:
         """Evaluation mode, and weights without gradients, for the length of a forward."""
         training = [m for m in self.hf.modules() if m.training] if self.hf.training else []
         frozen = [p for p in self.hf.parameters() if p.requires_grad] if grad else []
@@ -232,9 +227,7 @@ class EagerModel:
             for parameter in frozen:
                 parameter.requires_grad_(False)
             if grad:
-                hook = self.hf.get_input_embeddings().register_forward_hook(
-                    lambda _, __, out: out.requires_grad_(True)
-                )
+                hook = self.hf.get_input_embeddings().register_forward_hook(lambda _, __, out: out.requires_grad_(True))
             with inference(grad):
                 yield
         finally:
@@ -247,9 +240,7 @@ class EagerModel:
 
     def _origin(self, plan: Plan, batch: Batch) -> Origin:
         verdicts = self._catalogue.verdicts
-        strings = (
-            () if self.tokenizer is None else tuple(tuple(self._encoder.strings(ids)) for ids in batch.tokens)
-        )
+        strings = () if self.tokenizer is None else tuple(tuple(self._encoder.strings(ids)) for ids in batch.tokens)
         return Origin(
             self.name,
             self.revision,
@@ -315,9 +306,7 @@ def _plain(hf: PreTrainedModel) -> PreTrainedModel:
             instead="pass a PreTrainedModel, or a name to load",
         )
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ModelError(
-            f"{type(model).__name__}: an encoder-decoder model", instead="load a decoder-only model"
-        )
+        raise ModelError(f"{type(model).__name__}: an encoder-decoder model", instead="load a decoder-only model")
     compiled = next((n for n, m in model.named_modules() if getattr(m, "_compiled_call_impl", None)), None)
     if compiled is not None:
         raise ModelError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import copy
 from itertools import count
 from typing import Any
@@ -37,9 +37,7 @@ class Taps:
         self._modules = {path: model.get_submodule(path) for path in self._watched}
         self._copied: set[Site] = {s for s in self._sites if s.overwritten}
 
-    def run(
-        self, forward: Callable[[], object], batch: int, keep: Keep, grad: bool = False
-    ) -> dict[Address, Tensor]:
+    def run(self, forward: Callable[[], object], batch: int, keep: Keep, grad: bool = False) -> dict[Address, Tensor]:
         """Run `forward` until every site has been read, and give the tensors read.
 
         A tensor that nothing overwrites later is kept by reference. One that is overwritten, which shows in its
@@ -50,10 +48,8 @@ class Taps:
             hooks.callback(run.close)
             for path, sites in self._watched.items():
                 _watch(self._modules[path], sites, run, hooks)
-            try:
+            with suppress(Stopped):
                 forward()
-            except Stopped:
-                pass
         changed = run.changed()
         if changed:
             self._copied |= changed
@@ -133,7 +129,7 @@ def _watch(module: nn.Module, sites: Iterable[Site], run: _Run, hooks: ExitStack
             run.enter([s for s in inside if s.call == call])
         return args, kwargs
 
-    def leave(_: nn.Module, args: object, output: Any) -> Any:
+    def leave(_: nn.Module, _args: object, output: Any) -> Any:
         if inside:
             run.leave()
         call = next(left)
@@ -155,7 +151,7 @@ def with_slot(values: Any, slot: Slot, value: Tensor) -> Any:
         return values
     if isinstance(values, tuple) and type(values) is tuple:
         return (*values[:slot], value, *values[slot + 1 :])  # type: ignore[operator, misc]
-    changed = copy(values)
+    changed: Any = copy(values)
     changed[slot] = value
     return changed
 
@@ -174,23 +170,23 @@ class _Inside(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        named: dict[str, Any] = kwargs or {}
         sites = self._sites.get(getattr(func, "__name__", ""))
         if sites is None:
-            return func(*args, **kwargs)
+            return func(*args, **named)
         nth = self._seen[sites[0].op]
         self._seen[sites[0].op] = nth + 1
         here = [s for s in sites if s.nth == nth]
         for site in here:
             if site.slot in _RECOMPUTED or site.slot is None:
                 continue
-            where: Any = kwargs if isinstance(site.slot, str) else args
+            where: Any = named if isinstance(site.slot, str) else args
             onward = self._run.take(site, where[site.slot])
-            args, kwargs = with_slot(args, site.slot, onward), with_slot(kwargs, site.slot, onward)
+            args, named = with_slot(args, site.slot, onward), with_slot(named, site.slot, onward)
         hidden = {str(s.slot): s for s in here if s.slot in _RECOMPUTED}
-        result = self._recomputed(hidden, *args, **kwargs) if hidden else None
+        result = self._recomputed(hidden, *args, **named) if hidden else None
         if result is None:
-            result = func(*args, **kwargs)
+            result = func(*args, **named)
         for site in here:
             if site.slot is None:
                 result = self._run.take(site, result)
@@ -203,7 +199,7 @@ class _Inside(TorchFunctionMode):
         key: Tensor,
         value: Tensor,
         attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
+        _dropout: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         **_: object,
