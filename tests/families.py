@@ -85,12 +85,12 @@ _OTHER_NAMES = {
 }
 
 
-def supports_sdpa(name: str) -> bool:
-    """Whether the family has the fused attention."""
-    return getattr(transformers, FAMILIES[name].cls)._supports_sdpa
+def attentions(name: str) -> list[str]:
+    """The attention implementations the family supports."""
+    return ["eager", "sdpa"] if getattr(transformers, FAMILIES[name].cls)._supports_sdpa else ["eager"]
 
 
-ROUTES = [(name, "eager") for name in FAMILIES] + [(name, "sdpa") for name in FAMILIES if supports_sdpa(name)]
+ROUTES = [(name, attention) for name in FAMILIES for attention in attentions(name)]
 """Every family with every attention implementation it supports."""
 
 
