@@ -134,9 +134,10 @@ def _report(cache: Cache, file: Path, *, as_json: bool, saved: bool = True) -> N
         return
     origin = cache.origin
     versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
+    ran = [part for part in (running_line(origin.dtype, origin.attention), versions) if part]
     revision = f" at revision {origin.revision}" if origin.revision else ""
     terminal.line(Text.assemble((origin.model or "a model", "bold cyan"), revision))
-    terminal.line(f"{running_line(origin.dtype, origin.attention)}; {versions}")
+    terminal.line("; ".join(ran))
     terminal.heading(f"{len(cache)} tensor{'s' * (len(cache) != 1)}, {bytes_text(cache.nbytes)}")
     terminal.table(TENSORS, tensor_rows(cache))
     _print_prompts(terminal, cache, file)
