@@ -46,15 +46,16 @@ def test_a_served_point_says_where_it_is_and_with_what_error(listed):
     assert served["logits"] == ["-", "16", "0", "the model.output['logits']"]
 
 
-def test_an_absent_point_says_why_and_what_instead(listed):
-    absent = table(listed, "Absent")
-    reason = "the query and key of this block pass through no norm; query is the projected query"
-    assert absent["q_norm_out"] == ["0-2", reason]
+def test_an_absent_point_says_why_and_what_instead(listed, llama_folder):
+    status = load_model(llama_folder).points()["q_norm_out.0"]
+    assert "no norm" in status.reason
+    assert "query" in status.instead
+    assert table(listed, "Absent")["q_norm_out"] == ["0-2", f"{status.reason}; {status.instead}"]
 
 
 def test_the_first_lines_say_what_was_loaded(listed, llama_folder):
     assert listed.splitlines()[:3] == [
-        f"{llama_folder}, 64 of 109 addresses served",
+        f"{llama_folder}, 64 of the 109 addresses served",
         "3 layers, 24 wide, 4 heads of 6 (2 for keys), 40 neurons, 16 tokens",
         "float32, sdpa attention, on cpu",
     ]
@@ -183,7 +184,8 @@ def test_a_terminal_shows_whole_names_in_lines_that_fit(llama_folder, in_a_termi
     before = "model.layers.*." if width == 120 else "…"
     assert any(row.endswith(before + site) for row in unwrapped(out, 40))
     assert ("… is model.layers.*." in out) == (width < 120)
-    assert any(row.endswith("no norm; key is the projected key") for row in unwrapped(out, 30))
+    status = load_model(llama_folder).points()["q_norm_out.0"]
+    assert any(row.endswith(f"{status.reason}; {status.instead}") for row in unwrapped(out, 30))
 
 
 def test_a_terminal_gets_colours_and_a_pipe_does_not(llama_folder, in_a_terminal):

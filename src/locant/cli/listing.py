@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,13 @@ def run(source: Source, layer: int | None, *, served: bool, refused: bool, as_js
     if as_json:
         terminal.json(_about(model), points=[_record(status) for status in wanted])
     else:
-        _print(terminal, model, statuses, wanted)
+        count = sum(status.served for status in statuses)
+        where = "" if layer is None else f" of layer {layer}"
+        told = f", {count} of the {len(statuses)} addresses{where} served"
+        terminal.line(Text.assemble((model.name, "bold cyan"), told))
+        terminal.line(facts_line(model.facts))
+        terminal.line(how_it_runs(model))
+        _print(terminal, model, Served(model.name, model.facts, wanted).rows())
 
 
 def facts_line(facts: Facts) -> str:
@@ -117,14 +124,7 @@ def _dtype(model: EagerModel) -> str:
     return str(model.hf.dtype).removeprefix("torch.")
 
 
-def _print(
-    terminal: Terminal, model: EagerModel, statuses: Sequence[PointStatus], wanted: Sequence[PointStatus]
-) -> None:
-    count = sum(status.served for status in statuses)
-    terminal.line(Text.assemble((model.name, "bold cyan"), f", {count} of {len(statuses)} addresses served"))
-    terminal.line(facts_line(model.facts))
-    terminal.line(how_it_runs(model))
-    rows = Served(model.name, model.facts, wanted).rows()
+def _print(terminal: Terminal, model: EagerModel, rows: Sequence[PointRow]) -> None:
     served = [row for row in rows if row.served]
     absent = [row for row in rows if row.proof == "not applicable"]
     refused = [row for row in rows if not row.served and row.proof != "not applicable"]
@@ -146,7 +146,8 @@ def _print_served(terminal: Terminal, model: EagerModel, rows: Sequence[PointRow
     places = [row.how if not row.how.startswith(".") else f"the model{row.how}" for row in rows]
     block = _block_prefix(model)
     if block and terminal.styled and terminal.console.width < _ELSE + max(map(len, places)):
-        places = [f"…{place.removeprefix(block)}" if place.startswith(block) else place for place in places]
+        inside = re.compile(re.escape(block).replace(r"\*", r"(\*|\d+)"))
+        places = [inside.sub("…", place, count=1) if inside.match(place) else place for place in places]
         terminal.line(Text(f"… is {block}", "dim"))
     sizes = [(row.name, row.layers, _width(row, model.facts), _proof(row)) for row in rows]
     terminal.table(_SERVED, [(*size, place) for size, place in zip(sizes, places, strict=True)])
