@@ -45,6 +45,20 @@ REQUIREMENTS: Mapping[Requirement, str] = MappingProxyType(
 )
 """What a model or a block must have for a point to exist there, as a phrase for people."""
 
+INSTEAD: Mapping[Requirement, str] = MappingProxyType(
+    {
+        "sequential_block": "read resid_pre, which the MLP's norm reads, or attn_out_post, which attention adds",
+        "attention": "read attn_in and attn_out_post, around the mixer",
+        "qk_norm": "read query and key, the projections",
+        "gated_attention": "read z, the attention output before W_O",
+        "mlp": "read mlp_in and mlp_out_post, around it",
+        "gated_mlp": "read mlp_pre, the only branch",
+        "moe": "read mlp_pre and mlp_act, the neurons of a dense MLP",
+        "streams": "read resid_pre, resid_mid and resid_post, the residual",
+    }
+)
+"""What to read where a model or a block lacks what a point needs."""
+
 PROMPT_AXES = frozenset({"query", "key"})
 """The factors of a width that the prompt decides rather than the model."""
 
@@ -182,11 +196,11 @@ def _block(
 # The formatter would spread each row over ten lines, and a table has to be read as one.
 # fmt: off
 _ROWS = (
-    _trunk("embeddings", _MODEL, "always", ("embedding", "first_residual"),
+    _trunk("embeddings", _MODEL, "always", ("embedding",),
            "The embedding module's output, scaled where that module scales."),
     _block("resid_pre", _MODEL, "always", ("chain",),
            "The residual entering the block.", takes_stream=True),
-    _block("attn_stream_collapse", _MODEL, "streams", ("stream_update",),
+    _block("attn_stream_collapse", _MODEL, "streams", (),
            "The one vector that attention reads from the residual streams, before its norm."),
     _block("attn_in", _MODEL, "always", ("attn_input",),
            "What the token mixer was handed, after the norm before it where there is one."),
@@ -196,7 +210,7 @@ _ROWS = (
            "The key projection per head, before any norm and before position encoding."),
     _block("value", _KV_HEADS, "attention", ("projection", "mixing"),
            "The value projection per head."),
-    _block("attn_gate", _HEADS, "gated_attention", ("gate",),
+    _block("attn_gate", _HEADS, "gated_attention", (),
            "The raw projection that the output gate is taken from, as wide as the module makes it: twice "
            "the heads where query and gate share one.", vllm=_UNTAPPED_GATE),
     _block("q_norm_in", _HEADS, "qk_norm", ("projection", "qk_norm"),
@@ -221,18 +235,18 @@ _ROWS = (
            "Each head's output before W_O, after the output gate where there is one."),
     _block("attn_out", _MODEL, "always", ("attn_output", "attn_contribution"),
            "The token mixer's own output, before any norm after it."),
-    _block("attn_out_post", _MODEL, "always", ("attn_contribution", "mid_sum"),
+    _block("attn_out_post", _MODEL, "always", ("attn_contribution", "mid_sum", "block_sum"),
            "What attention adds to the residual, its post-norm and multiplier included."),
-    _block("attn_stream_write", _STREAM_VECTOR, "streams", ("stream_update",),
+    _block("attn_stream_write", _STREAM_VECTOR, "streams", (),
            "The weight with which attention's output is written to each residual stream.",
            read_only=_COEFFICIENT),
-    _block("attn_stream_mix", _STREAM_MATRIX, "streams", ("stream_update",),
+    _block("attn_stream_mix", _STREAM_MATRIX, "streams", (),
            "The doubly-stochastic matrix that remixes the residual streams after attention's write.",
            read_only=_COEFFICIENT),
     _block("resid_mid", _MODEL, "sequential_block", ("mid_sum", "mlp_input"),
            "The residual between attention and MLP: what the norm before the MLP receives.",
            takes_stream=True),
-    _block("mlp_stream_collapse", _MODEL, "streams", ("stream_update",),
+    _block("mlp_stream_collapse", _MODEL, "streams", (),
            "The one vector that the MLP reads from the residual streams, before its norm."),
     _block("mlp_in", _MODEL, "always", ("mlp_input",),
            "What the channel mixer was handed, after the norm before it where there is one."),
@@ -255,14 +269,14 @@ _ROWS = (
            "The channel mixer's own output, before any norm after it."),
     _block("mlp_out_post", _MODEL, "always", ("mlp_contribution", "block_sum"),
            "What the MLP adds to the residual, its post-norm and multiplier included."),
-    _block("mlp_stream_write", _STREAM_VECTOR, "streams", ("stream_update",),
+    _block("mlp_stream_write", _STREAM_VECTOR, "streams", (),
            "The weight with which the MLP's output is written to each residual stream.",
            read_only=_COEFFICIENT),
-    _block("mlp_stream_mix", _STREAM_MATRIX, "streams", ("stream_update",),
+    _block("mlp_stream_mix", _STREAM_MATRIX, "streams", (),
            "The matrix that remixes the residual streams after the MLP's write.", read_only=_COEFFICIENT),
     _block("resid_post", _MODEL, "always", ("block_sum", "chain"),
            "The residual leaving the block.", takes_stream=True),
-    _block("resid_streams", _STACK, "streams", ("stream_update",),
+    _block("resid_streams", _STACK, "streams", (),
            "The block's output as the whole stack of its residual streams, each d_model wide.",
            takes_stream=True),
     _trunk("final_norm", _MODEL, "final_norm", ("final_norm", "unembedding"),

@@ -261,6 +261,7 @@ def test_in_bfloat16_every_point_is_right_within_its_noise(family, attention):
     for address, tensor in cache.items():
         assert_close(tensor, wanted[str(address)], address, whole=3e-2, row=5e-2)
         own = address.name == "expert_indices" or address.name in IN_FLOAT32.get(family, ())
+        own |= address.name == "attn_scores" and attention == "sdpa"  # a fused kernel sums in float32
         assert own or tensor.dtype == torch.bfloat16, address
 
 

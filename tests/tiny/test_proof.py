@@ -15,7 +15,7 @@ from comparing import errors
 from families import loaded
 from locant import Address
 from locant.anatomy.anatomy import Anatomy
-from locant.anatomy.identities import Evidence
+from locant.anatomy.evidence import Evidence
 from locant.anatomy.proof import Verdict, prove
 from locant.anatomy.sites import Channels, ModuleSite, OpSite, Site, View
 from locant.anatomy.survey import survey
@@ -131,7 +131,7 @@ class Judge:
         anatomy = with_sites(self.anatomy, {a: self.anatomy.site(b) for a, b in moved.items()})
         tape = self.tape | {a: self.tape[b] for a, b in moved.items()}
         with torch.no_grad():
-            return prove(anatomy, tape, Evidence(anatomy, tape, self._ids, self._modules))
+            return prove(Evidence(anatomy, tape, self._ids, self._modules))
 
     def wrong_places(self) -> Iterator[tuple[Address, Address]]:
         """A point, and a place with a tensor of its shape that is another: in its block, or its own elsewhere."""
@@ -335,6 +335,6 @@ def test_a_point_no_identity_speaks_of_is_refused():
     tape = {Address("lm_head"): judged.tape[Address("lm_head")]}
     lonely = replace(lonely, blocks=tuple(replace(b, sites={}) for b in lonely.blocks))
     evidence = Evidence(lonely, tape, families.token_ids(), loaded("llama").hf.get_submodule)
-    verdict = prove(lonely, tape, evidence)[Address("lm_head")]
+    verdict = prove(evidence)[Address("lm_head")]
     assert verdict.state == "refused"
     assert "nothing proves it" in verdict.reason

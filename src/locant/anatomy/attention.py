@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from locant.anatomy.projection import find_projection
+from locant.anatomy.projection import find_projection, heads_before_repeat
 from locant.anatomy.sites import ModuleSite, OpSite, Site, View
 from locant.anatomy.structure import CONTRACTIONS, Scope, hidden_input, input_site, is_linear, output_site
 from locant.anatomy.trace import Event, Value
@@ -111,7 +109,7 @@ def _descends(scope: Scope, value: Value, origin: Value, since: Event) -> bool:
 
 def _heads(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
     """What the attention computation itself reads and makes, and the numbers of heads."""
-    n_heads, n_kv = core.query.shape[1], _distinct_heads(core.value)
+    n_heads, n_kv = core.query.shape[1], heads_before_repeat(core.value)
     found.facts |= {"n_heads": n_heads, "n_kv_heads": n_kv, "head_dim": core.value.shape[-1]}
     nth = scope.trace.nth
 
@@ -147,12 +145,6 @@ def _cap(scope: Scope, product: Event, softmax: Event) -> float | None:
             before = op.inputs[0][1].producer
             return float(before.scalars[0]) if before is not None and before.scalars else None
     return None
-
-
-def _distinct_heads(value: Value) -> int:
-    """Heads that differ: a key or value repeated over its query group counts once."""
-    heads = value.data.transpose(0, 1).flatten(1)
-    return int(torch.unique(heads, dim=0).shape[0])
 
 
 def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:

@@ -61,6 +61,19 @@ def _is_copy(value: Value, origin: Value) -> bool:
     return current is origin
 
 
+def heads_before_repeat(value: Value) -> int:
+    """Heads of ``[batch, head, pos, d]`` before they were repeated over their query groups."""
+    n_heads, n_pos, width = value.shape[1:]
+    current: Value | None = value
+    while current is not None:
+        shape = current.shape
+        if len(shape) == 4 and shape[2:] == (n_pos, width):
+            n_heads = min(n_heads, shape[1])
+        step = current.producer
+        current = next((v for _, v in step.inputs), None) if step is not None and step.name in _MOVES else None
+    return n_heads
+
+
 _MOVES = frozenset(
     "view reshape flatten unflatten transpose permute movedim swapaxes swapdims contiguous clone split chunk "
     "tensor_split unbind narrow select __getitem__ squeeze unsqueeze expand expand_as repeat_interleave "

@@ -1,22 +1,20 @@
-"""Prove that a site holds the point it is named for: run the identities over one forward and judge each point."""
+"""Prove that a site holds the point it is named for: measure the identities on one forward, and judge each point."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
-from locant.address import Address
-from locant.anatomy.anatomy import Anatomy
-from locant.anatomy.identities import IDENTITIES, Evidence, Measured
+from locant.address import Address, format_address
+from locant.anatomy.evidence import Equation, Evidence
+from locant.anatomy.identities import IDENTITIES
 from locant.points import POINTS
 
-Measure = Callable[[str, int | None], Measured | None]
 State = Literal["proven", "refused", "vacuous"]
 
-_TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
+TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
+"""The largest relative error of a row that counts as holding, by the dtype the model runs in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +36,80 @@ class Verdict:
         return self.state if self.error is None else f"{self.state} ({self.error:.0e})"
 
 
-def prove(anatomy: Anatomy, tape: Mapping[Address, Tensor], evidence: Evidence) -> dict[Address, Verdict]:
-    """Judge every point that was found.
+def prove(evidence: Evidence) -> dict[Address, Verdict]:
+    """Judge every point of an anatomy on one forward, read the way a capture reads it.
 
-    Args:
-        anatomy: where they were found.
-        tape: the tensor at each site, read the way a capture reads it.
-        evidence: the same tensors with the model's own modules to call by hand.
+    A point is proven when each identity that POINTS asks of it holds, with partners that are not refused
+    themselves: two tensors read at wrong places may well agree with each other.
     """
-    dtype = str(next(t.dtype for t in tape.values() if t.is_floating_point())).removeprefix("torch.")
-    tolerance = _TOLERANCE.get(dtype, 3e-2)
-    measured: dict[tuple[str, int | None], Measured | None] = {}
+    addresses = list(evidence.anatomy.addresses())
+    tolerance = TOLERANCE[evidence.dtype]
+    measured: dict[tuple[str, int | None], list[Equation]] = {}
+    asked: dict[Address, list[tuple[str, Equation]]] = {}
+    for address in addresses:
+        for name in POINTS[address.name].proof:
+            key = (name, address.layer)
+            if key not in measured:
+                measured[key] = _measure(name, evidence.at(address.layer))
+            asked.setdefault(address, []).extend((name, q) for q in measured[key] if address in q.members)
+    verdicts = {address: _judge(asked.get(address, []), tolerance) for address in addresses}
+    return _doubt(verdicts, asked)
 
-    def measure(name: str, layer: int | None) -> Measured | None:
-        key = (name, layer)
-        if key not in measured:
-            identity = IDENTITIES[name]
-            measured[key] = identity.measure(evidence, layer)
-        return measured[key]
 
-    return {address: _judge(address, measure, tolerance) for address in anatomy.addresses()}
+def _measure(name: str, evidence: Evidence) -> list[Equation]:
+    """The instances of one identity; one that cannot even be computed fails."""
+    try:
+        return IDENTITIES[name].measure(evidence)
+    except (RuntimeError, IndexError, ValueError, KeyError):
+        involved = [a for a in map(evidence.address, _having(name, evidence.layer)) if evidence.has(a.name)]
+        return [Equation(frozenset(involved), float("inf"))]
 
 
-def _judge(address: Address, measure: Measure, tolerance: float) -> Verdict:
-    results: list[tuple[str, Measured]] = []
-    for name in POINTS[address.name].proof:
-        result = measure(name, address.layer)
-        if result is not None and (not result.points or address.name in result.points):
-            results.append((name, result))
-    if not results:
+def _having(identity: str, layer: int | None) -> list[str]:
+    scope = "trunk" if layer is None else "block"
+    return [point.name for point in POINTS.values() if identity in point.proof and point.scope == scope]
+
+
+def _judge(equations: Sequence[tuple[str, Equation]], tolerance: float) -> Verdict:
+    if not equations:
         return Verdict("refused", None, "no identity of this model involves it, so nothing proves it")
-    failed = [(n, r) for n, r in results if not r.error <= tolerance]
-    names = tuple(n for n, _ in results)
-    if failed:
-        name, result = max(failed, key=lambda pair: pair[1].error)
-        formula = IDENTITIES[name].formula
-        reason = f"its identity {formula} fails on this model (relative error {result.error:.2g})"
-        return Verdict("refused", result.error, reason, names)
-    telling = [r for _, r in results if not r.vacuous]
-    if not telling:
+    names = tuple(dict.fromkeys(name for name, _ in equations))
+    name, worst = max(equations, key=lambda pair: pair[1].error)
+    if not worst.error <= tolerance:
+        reason = f"its identity {IDENTITIES[name].formula} fails on this model (relative error {worst.error:.2g})"
+        return Verdict("refused", worst.error, reason, names)
+    if all(equation.vacuous for _, equation in equations):
         return Verdict("vacuous", None, "its identities hold trivially on these weights and prove nothing", names)
-    return Verdict("proven", max(r.error for r in telling), "", names)
+    return Verdict("proven", worst.error, "", names)
+
+
+def _doubt(
+    verdicts: dict[Address, Verdict], asked: Mapping[Address, Sequence[tuple[str, Equation]]]
+) -> dict[Address, Verdict]:
+    """Refuse what rests on a refused point, until nothing more falls."""
+    falling = True
+    while falling:
+        falling = False
+        for address, verdict in verdicts.items():
+            if verdict.state != "proven":
+                continue
+            for name, equation in asked[address]:
+                rotten = next((p for p in _doubtful(name, equation, address) if _refused(verdicts, p)), None)
+                if rotten is not None:
+                    reason = (
+                        f"its identity {IDENTITIES[name].formula} rests on {format_address(rotten)}, which is refused"
+                    )
+                    verdicts[address] = Verdict("refused", verdict.error, reason, verdict.identities)
+                    falling = True
+                    break
+    return verdicts
+
+
+def _doubtful(identity: str, equation: Equation, address: Address) -> list[Address]:
+    """The partners of `address` whose refusal is its own."""
+    names = IDENTITIES[identity].doubt_from
+    return [p for p in equation.members if p != address and (names is None or p.name in names)]
+
+
+def _refused(verdicts: Mapping[Address, Verdict], address: Address) -> bool:
+    return address in verdicts and verdicts[address].state == "refused"

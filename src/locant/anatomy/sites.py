@@ -183,7 +183,7 @@ def attention_scores(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """The scores a fused attention call would give its softmax, in float32.
+    """The scores a fused attention call would give its softmax, in float32 or wider, as the kernel computes them.
 
     Shapes: query ``[batch, head, q, d]``, key ``[batch, kv_head, k, d]``; result ``[batch, head, q, k]``.
     The meaning of the arguments is that of :func:`torch.nn.functional.scaled_dot_product_attention`; a masked
@@ -192,13 +192,18 @@ def attention_scores(
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query.float() * factor) @ key.float().transpose(-1, -2)
-    lowest = torch.finfo(query.dtype).min
+    scores = (wide(query) * factor) @ wide(key).transpose(-1, -2)
+    lowest = torch.finfo(scores.dtype).min
     if is_causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill_(~seen, lowest)
     if mask is not None and mask.dtype is torch.bool:
         scores = scores.masked_fill(~mask, lowest)
     elif mask is not None:
-        scores = (scores + mask.float()).clamp_(min=lowest)
+        scores = (scores + wide(mask)).clamp_(min=lowest)
     return scores
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or in its own dtype where that is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -102,7 +102,10 @@ def input_site(event: Event, view: View | None = None) -> ModuleSite:
 
 def _ignores_scale(module: nn.Module, rows: Tensor) -> bool:
     unit = rows.reshape(-1, rows.shape[-1])[:4] if rows.dim() < 4 else rows[:1]
-    unit = 100 * unit / unit.abs().max().clamp_min(1e-30)
+    largest = unit.abs().max()
+    if not bool(largest > 0):
+        return False
+    unit = unit / largest * 100
     call: Callable[[Tensor], Any] = module
     with torch.no_grad():
         once, twice = call(unit), call(2 * unit)

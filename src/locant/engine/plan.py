@@ -18,7 +18,7 @@ from locant.errors import (
     PointUnavailable,
     did_you_mean,
 )
-from locant.points import POINTS
+from locant.points import INSTEAD, POINTS, REQUIREMENTS
 
 Addresses = AddressLike | Iterable[AddressLike]
 
@@ -119,7 +119,7 @@ class Catalogue:
             raise PointUnavailable(f"{name}: {reason}", has=self._layers_having(address), instead=instead)
         verdict = self.verdicts.get(address)
         if verdict is not None and verdict.state != "proven":
-            raise PointUnavailable(f"{name}: {verdict.reason}", has=f"found at {site}", instead=_instead(address.name))
+            raise PointUnavailable(f"{name}: {verdict.reason}", has=f"it was found at {site}")
         return site
 
     def status(self) -> list[PointStatus]:
@@ -138,12 +138,12 @@ class Catalogue:
         if verdict is None:
             return PointStatus(address, True, width, str(site), "not run")
         served = verdict.state == "proven"
-        instead = "" if served else _instead(address.name)
-        return PointStatus(address, served, width, str(site), verdict.state, verdict.error, verdict.reason, instead)
+        return PointStatus(address, served, width, str(site), verdict.state, verdict.error, verdict.reason)
 
     def _absence(self, address: Address) -> tuple[str, str]:
-        absent = self.anatomy.part(address.layer).absent.get(address.name)
-        return absent or _LACKING[POINTS[address.name].needs], _instead(address.name)
+        needs = POINTS[address.name].needs
+        reason = self.anatomy.part(address.layer).absent.get(address.name)
+        return reason or f"it takes {REQUIREMENTS[needs]}", INSTEAD.get(needs, "")
 
     def _layers_having(self, address: Address) -> str | None:
         having = [i for i, block in enumerate(self.anatomy.blocks) if address.name in block.sites]
@@ -177,34 +177,6 @@ class Catalogue:
         facts = self.anatomy.facts.at(address.layer)
         heads = next((getattr(facts, f) for f in ("n_heads", "n_kv_heads") if f in point.width), None)
         return Layout(position_axis=1, heads=heads)
-
-
-_LACKING: Mapping[str, str] = {
-    "streams": "this model has one residual stream",
-    "attention": "this block has no attention",
-    "moe": "this block routes to no experts",
-}
-
-_ALTERNATIVES = {
-    "resid_mid": "resid_pre is what the MLP's norm reads; attn_out_post is what attention adds",
-    "mlp_pre_linear": "mlp_pre is the only branch",
-    "mlp_act": "mlp_in and mlp_out_post are served around the experts",
-    "resid_streams": "resid_post is the residual",
-    "router_logits": "mlp_pre and mlp_act hold the neurons of a dense MLP",
-    "expert_weights": "mlp_pre and mlp_act hold the neurons of a dense MLP",
-    "expert_indices": "mlp_pre and mlp_act hold the neurons of a dense MLP",
-    "q_norm_in": "query is the projected query",
-    "q_norm_out": "query is the projected query",
-    "k_norm_in": "key is the projected key",
-    "k_norm_out": "key is the projected key",
-    "attn_gate": "z is the attention output before W_O",
-    "attn_stream_collapse": "resid_pre is what attention's norm reads",
-    "mlp_stream_collapse": "resid_mid is what the MLP's norm reads",
-}
-
-
-def _instead(name: str) -> str:
-    return _ALTERNATIVES.get(name, "")
 
 
 def _each(addresses: Addresses) -> Sequence[Address]:

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from locant import __version__
 from locant.address import Address, AddressLike, format_address
 from locant.anatomy.anatomy import Anatomy
+from locant.anatomy.evidence import Evidence
 from locant.anatomy.facts import Facts
-from locant.anatomy.identities import Evidence
 from locant.anatomy.proof import prove
 from locant.anatomy.sites import Site
 from locant.anatomy.survey import attention_in_use, embedding_weight, input_device, probe_ids, survey
@@ -177,7 +177,7 @@ class EagerModel:
         tape, ids = self._tape(anatomy)
         evidence = Evidence(anatomy, tape, ids, self.hf.get_submodule)
         with self._undisturbed(grad=False):
-            verdicts = prove(anatomy, tape, evidence)
+            verdicts = prove(evidence)
         _check_causal(tape, anatomy, type(self.hf).__name__)
         return Catalogue(anatomy, verdicts)
 
@@ -288,7 +288,7 @@ def _blank_padding(tensors: dict[Address, Tensor], plan: Plan, batch: Batch) -> 
 
 def _check_causal(tape: Mapping[Address, Tensor], anatomy: Anatomy, name: str) -> None:
     """Two prompts that differ in their last token must agree before it."""
-    last = tape[Address("resid_post", anatomy.facts.n_layers - 1)].float()
+    last = tape[Address("resid_post", anatomy.facts.n_layers - 1)]
     before = last[:, :-1]
     if not torch.allclose(before[0], before[1], rtol=1e-2, atol=1e-2 * float(before.abs().mean())):
         raise ModelError(

@@ -80,9 +80,13 @@ class _Run:
         what was captured to everything after it exists.
         """
         value = site.view.read(tensor, self._batch)
-        onward = site.view.write(tensor, value) if self.grad and value is not tensor else tensor
-        if site in self._copied and value.data_ptr() == tensor.data_ptr():
+        copied = site in self._copied
+        if copied and value.data_ptr() == tensor.data_ptr():
             value = value.clone()
+        onward = tensor
+        if self.grad and value is not tensor:
+            onward = site.view.write(tensor, value)
+            onward = onward.clone() if copied else onward
         value = self._keep(site, value)
         self._kept.append((site, value, version_of(value)))
         for address in self._addresses[site]:
@@ -209,14 +213,14 @@ class _Inside(TorchFunctionMode):
         With gradients on, the result is made from these very tensors and returned, so that the graph from them
         to the logits exists; else the kernel makes its own, and an unedited forward keeps its bits.
         """
-        scores = attention_scores(query, key, attn_mask, is_causal, scale).to(query.dtype)
+        scores = attention_scores(query, key, attn_mask, is_causal, scale)
         n_heads = next(iter(sites.values())).view.n_heads or scores.shape[1]
         scores = scores.reshape(scores.shape[0], n_heads, -1, scores.shape[-1])
         if "scores" in sites:
             self._run.take(sites["scores"], scores)
         if "probs" not in sites and not self._run.grad:
             return None
-        probs = scores.float().softmax(-1).to(query.dtype)
+        probs = scores.softmax(-1).to(query.dtype)
         if "probs" in sites:
             self._run.take(sites["probs"], probs)
         if not self._run.grad:

@@ -1,0 +1,148 @@
+"""The tensors of one forward, the model's modules to recompute them by hand, and how far an equation is from holding.
+
+An error is relative and taken row by row (one position at a time): the first position often carries an activation a
+hundred times larger than the rest, and one scale for all would hide every other row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locant.address import Address
+from locant.anatomy.anatomy import Anatomy, Part
+from locant.anatomy.facts import Facts
+from locant.anatomy.sites import Channels, wide
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """One instance of an identity: the points it is between, and how far it is from holding.
+
+    Attributes:
+        error: the largest relative error of a row; infinite where it cannot be computed at all.
+        vacuous: it would hold whatever the tensors are (a zero-initialised projection).
+    """
+
+    members: frozenset[Address]
+    error: float
+    vacuous: bool = False
+
+
+class Evidence:
+    """What the identities of one layer (``None``: of the trunk) are measured on."""
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        tape: Mapping[Address, Tensor],
+        ids: Tensor,
+        module: Callable[[str], nn.Module],
+        layer: int | None = None,
+    ) -> None:
+        self.anatomy = anatomy
+        self.ids = ids
+        self.layer = layer
+        self._tape = tape
+        self._module = module
+
+    def at(self, layer: int | None) -> Evidence:
+        return Evidence(self.anatomy, self._tape, self.ids, self._module, layer)
+
+    @property
+    def dtype(self) -> str:
+        """What the model computes in, e.g. ``float32``."""
+        kinds = (t.dtype for t in self._tape.values() if t.is_floating_point())
+        return str(min(kinds, key=lambda kind: kind.itemsize)).removeprefix("torch.")
+
+    @property
+    def last(self) -> int:
+        return self.anatomy.facts.n_layers - 1
+
+    @property
+    def facts(self) -> Facts:
+        return self.anatomy.facts.at(self.layer)
+
+    @property
+    def part(self) -> Part:
+        return self.anatomy.part(self.layer)
+
+    def has(self, *names: str) -> bool:
+        return all(self.address(name) in self._tape for name in names)
+
+    def get(self, name: str) -> Tensor:
+        return self._tape[self.address(name)]
+
+    def by_head(self, name: str) -> Tensor:
+        """``[batch, head, pos, d]``, at least float32."""
+        heads = self.facts.n_heads if name[0] == "q" else self.facts.n_kv_heads
+        return wide(self.get(name)).unflatten(-1, (heads or 1, -1)).transpose(1, 2)
+
+    def output(self, path: str) -> Tensor | None:
+        """A module's own output in this forward, if it was read."""
+        return self._tape.get(Address.of_module(path))
+
+    def address(self, name: str) -> Address:
+        return Address(name, self.layer)
+
+    def plays(self, role: str) -> bool:
+        return role in self.part.modules
+
+    def channels(self, name: str) -> Channels | None:
+        return self.part.sites[name].view.channels
+
+    def call(self, role: str, *args: Any) -> Any:
+        """Call by hand the module that plays `role` in this part, on the device it lives on."""
+        module = self._module(self.part.modules[role])
+        weight = next(module.parameters(), None)
+        if weight is not None and weight.device.type != "meta":
+            args = tuple(a.to(weight.device) if isinstance(a, Tensor) else a for a in args)
+        result = module(*args)
+        return result.to(self.ids.device) if isinstance(result, Tensor) else result
+
+    # ---- equations
+
+    def equal(
+        self, got: Tensor, want: Tensor, *names: str, others: tuple[Address, ...] = (), size: Tensor | None = None
+    ) -> Equation:
+        """`got` is `want`, relative to the largest value of each row of `want`, or to `size` ``[..., 1]``."""
+        members = frozenset([*map(self.address, names), *others])
+        if got.shape != want.shape:
+            return Equation(members, float("inf"))
+        a, b = wide(got), wide(want)
+        scale = b.abs().amax(-1, keepdim=True) if size is None else size
+        floor = (1e-4 * scale.max()).clamp_min(1e-30)
+        return Equation(members, _finite(((a - b).abs() / scale.clamp_min(floor)).max()), bool(scale.max() == 0))
+
+    def summed(self, total: str, *terms: str) -> Equation:
+        """The points `terms` add up to `total`, relative to the smallest of them.
+
+        A contribution far smaller than the residual could be anything within the rounding of the sum, so a row
+        counts only where its smallest term stands out of that rounding; where none does, it proves nothing.
+        """
+        members = frozenset(map(self.address, (total, *terms)))
+        whole = self.get(total)
+        shapes = {self.get(t).shape for t in (total, *terms)}
+        if len(shapes) > 1:
+            return Equation(members, float("inf"))
+        parts = torch.stack([wide(self.get(t)) for t in terms])
+        rest = (wide(whole) - parts.sum(0)).abs().amax(-1)
+        rounding = 4 * torch.finfo(whole.dtype).eps * torch.maximum(parts.abs().amax(0), wide(whole).abs()).amax(-1)
+        smallest = parts.abs().amax(-1).amin(0)
+        excess = (rest - rounding).clamp_min(0)
+        telling = smallest > 10 * rounding
+        if not bool(telling.any()):
+            trivial = bool((excess == 0).all())
+            return Equation(members, 0.0 if trivial else float("inf"), trivial)
+        return Equation(members, _finite((excess / smallest.clamp_min(1e-30))[telling].max()))
+
+    def fails(self, *names: str) -> Equation:
+        return Equation(frozenset(map(self.address, names)), float("inf"))
+
+
+def _finite(error: Tensor) -> float:
+    return float(error) if bool(torch.isfinite(error)) else float("inf")
