@@ -67,7 +67,14 @@ def load_model(
             f"{source} cannot be loaded: {_first_line(error)}",
             instead="pass a hub id, a folder with a config.json, a .gguf file, or a model object",
         ) from error
-    return EagerModel(hf if device is None else hf.to(device), tokenizer, str(source), revision)  # type: ignore[arg-type]
+    return EagerModel(hf if device is None else _moved(hf, device), tokenizer, str(source), revision)
+
+
+def _moved(hf: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
+    try:
+        return hf.to(device)  # pyright: ignore[reportArgumentType]
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device}: {_first_line(error)}", instead="cpu is always there") from error
 
 
 def _locate(source: str) -> tuple[str, str | None]:
@@ -79,6 +86,8 @@ def _locate(source: str) -> tuple[str, str | None]:
         if not path.is_file():
             raise ModelError(f"{source}: there is no such file")
         return str(path.parent), path.name
+    if not path.exists() and (path.is_absolute() or source.startswith((".", "~"))):
+        raise ModelError(f"{source}: there is no such folder")
     return str(path) if path.exists() else source, None
 
 

@@ -188,7 +188,12 @@ class Cache(Mapping[Address, Tensor]):
     # ---- on disk
 
     def save(self, path: str | Path) -> Path:
-        """Write one safetensors file, its metadata included. Returns the path."""
+        """Write one safetensors file, its metadata included, whole or not at all. Returns the path.
+
+        Raises:
+            CacheError: the file cannot be written there.
+        """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         stored: dict[str, Tensor] = {}
@@ -214,7 +219,14 @@ class Cache(Mapping[Address, Tensor]):
             "origin": asdict(self.origin),
         }
         target = Path(path)
-        save_file(stored, target, metadata={"locant": json.dumps(about)})
+        unfinished = target.with_name(f".{target.name}.unfinished")
+        try:
+            save_file(stored, unfinished, metadata={"locant": json.dumps(about)})
+            unfinished.replace(target)
+        except (SafetensorError, OSError) as error:
+            raise CacheError(f"{path} cannot be written: {error}") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
         return target
 
     @classmethod
@@ -283,8 +295,7 @@ def resolve_positions(positions: int | Sequence[int], lengths: Sequence[int]) ->
         PromptError: a position some prompt does not have, or none at all.
     """
     wanted = list(positions) if isinstance(positions, Sequence) else [positions]
-    wrong = next((p for p in wanted if not isinstance(p, int) or isinstance(p, bool)), None)
-    if wrong is not None or not wanted:
+    if not wanted or any(not isinstance(p, int) or isinstance(p, bool) for p in wanted):
         raise PromptError(f"positions {positions!r}", instead="name one position, or a list of them, as integers")
     for i, length in enumerate(lengths):
         missing = next((p for p in wanted if not -length <= p < length), None)

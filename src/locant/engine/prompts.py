@@ -15,7 +15,7 @@ from locant.errors import PromptError
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message] | Tensor
-Prompts = Prompt | Sequence[Prompt]
+Prompts = Prompt | Sequence[Prompt] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class Encoder:
 
         Text gets the tokenizer's own special tokens, and its BOS in front where it has one and did not add
         it, unless `prepend_bos` is false; it never gets two. Chat messages are rendered by the chat template,
-        open for an answer unless the last message is the assistant's. Ids are taken as they are.
+        open for an answer unless the last message is the assistant's. Ids are taken as they are; of a tokenizer's
+        encoding (``tokenizer(texts, padding=True)``) those that its mask keeps.
 
         Raises:
             PromptError: nothing to run, something that is no prompt, text without a tokenizer, ids outside the
@@ -105,9 +106,9 @@ class Encoder:
         if not isinstance(ids, Sequence) or isinstance(ids, bytes):
             raise _no_prompt(f"prompt {index} is {prompt!r}, a {type(prompt).__name__}")
         ids = [i.item() if hasattr(i, "item") and getattr(i, "ndim", 1) == 0 else i for i in ids]
-        wrong = next((x for x in ids if not isinstance(x, int) or isinstance(x, bool)), None)
-        if wrong is not None:
-            raise _no_prompt(f"prompt {index} holds {wrong!r}, a {type(wrong).__name__}")
+        wrong = [x for x in ids if not isinstance(x, int) or isinstance(x, bool)]
+        if wrong:
+            raise _no_prompt(f"prompt {index} holds {wrong[0]!r}, a {type(wrong[0]).__name__}")
         return tuple(ids)
 
     def _text(self, text: str, prepend_bos: bool) -> tuple[int, ...]:
@@ -189,6 +190,8 @@ def _separate(prompts: Any) -> list[Any]:
                 instead="pass integer token ids, [pos] for one prompt or [batch, pos] for several",
             )
         return [prompts] if prompts.dim() == 1 else list(prompts)
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        return _unpadded(prompts)
     if isinstance(prompts, str) or _is_chat(prompts):
         return [prompts]
     if isinstance(prompts, (bytes, Mapping)) or not (isinstance(prompts, Sequence) or hasattr(prompts, "tolist")):
@@ -198,9 +201,18 @@ def _separate(prompts: Any) -> list[Any]:
     return [items] if items and all(numbers) else items
 
 
+def _unpadded(encoded: Mapping[str, Any]) -> list[Any]:
+    """The ids of a tokenizer's encoding that its mask keeps, whichever side it padded."""
+    ids = _separate(encoded["input_ids"])
+    if "attention_mask" not in encoded:
+        return ids
+    masks = _separate(encoded["attention_mask"])
+    return [[int(i) for i, kept in zip(row, mask, strict=True) if kept] for row, mask in zip(ids, masks, strict=True)]
+
+
 def _no_prompt(asked: str) -> PromptError:
     return PromptError(
         asked,
-        has="a prompt is text, a list of token ids, or a list of chat messages",
+        has="a prompt is text, a list of token ids, a tokenizer's encoding, or a list of chat messages",
         instead="pass one of these, or a list of them",
     )

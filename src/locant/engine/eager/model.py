@@ -136,10 +136,13 @@ class EagerModel:
         return Cache(ordered, batch.tokens, layouts, rows, self._origin(plan, batch))
 
     def run_with_cache(
-        self, prompts: Prompts, addresses: Addresses, **options: Any
+        self, prompts: Prompts, addresses: Addresses | None = None, **options: Any
     ) -> tuple[Float[Tensor, "batch pos vocab"], Cache]:
-        """The logits and the cache of the same forward; `options` are those of :meth:`capture`."""
-        wanted = list(self.plan(addresses).reads)
+        """The logits and the cache of the same forward: of every point served, unless `addresses` are named.
+
+        `options` are those of :meth:`capture`.
+        """
+        wanted = list(self.plan(self.points().served() if addresses is None else addresses).reads)
         logits = Address("logits")
         cache = self.capture(prompts, [*wanted, *([] if logits in wanted else [logits])], **options)
         return cache[logits], cache.only(wanted)
