@@ -146,6 +146,10 @@ class Judge:
         return x.shape == y.shape and x.dtype == y.dtype and errors(x, y)[0] > 1e-3
 
 
+ONLY_OF_THEIR_SHAPE = {Address("lm_head"), Address("logits")}
+"""Where a family caps no logits, these two are one tensor and no other has its shape."""
+
+
 @cache
 def judge(family: str) -> Judge:
     return Judge(loaded(family))
@@ -154,16 +158,21 @@ def judge(family: str) -> Judge:
 @FAMILIES
 def test_a_point_read_anywhere_else_is_refused(family):
     judged = judge(family)
-    places = list(judged.wrong_places())
-    assert len(places) > 90
-    assert not [f"{a} at {b}" for a, b in places if judged({a: b})[a].state != "refused"]
+    elsewhere: dict[Address, list[Address]] = {}
+    for a, b in judged.wrong_places():
+        elsewhere.setdefault(a, []).append(b)
+    assert elsewhere.keys() >= set(judged.points) - ONLY_OF_THEIR_SHAPE
+    draw = random.Random(0)
+    for a, places in elsewhere.items():
+        for b in draw.sample(places, min(3, len(places))):
+            assert judged({a: b})[a].state == "refused", f"{a} at {b}"
 
 
 @FAMILIES
 def test_two_points_read_at_each_others_place_are_refused(family):
     judged = judge(family)
     pairs = {frozenset(pair) for pair in judged.wrong_places()}
-    for a, b in random.Random(0).sample(sorted(map(sorted, pairs)), 40):
+    for a, b in random.Random(0).sample(sorted(map(sorted, pairs)), 25):
         verdicts = judged({a: b, b: a})
         assert verdicts[a].state == verdicts[b].state == "refused", f"{a} and {b} exchanged"
 
@@ -173,7 +182,7 @@ def test_two_wrong_points_cannot_vouch_for_each_other(family):
     judged = judge(family)
     places = list(judged.wrong_places())
     both = [{a: b, c: d} for (a, b), (c, d) in combinations(places, 2) if a != c]
-    for moved in random.Random(0).sample(both, 150):
+    for moved in random.Random(0).sample(both, 60):
         verdicts = judged(moved)
         assert {verdicts[a].state for a in moved} == {"refused"}, moved
 
