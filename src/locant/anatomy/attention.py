@@ -56,7 +56,11 @@ def find_attention(scope: Scope) -> Found:
         found.absent = dict.fromkeys(_POINTS, reason)
         found.facts = {"mixer": None}
         return found
-    mixer = next(e for e in scope.events if not e.is_op and e.index < core.scores.index < e.end)
+    mixer = next((e for e in scope.events if not e.is_op and e.index < core.scores.index < e.end), None)
+    if mixer is None:
+        found.absent = dict.fromkeys(_POINTS, "the attention of this block is in no module of its own")
+        found.facts = {"mixer": "other"}
+        return found
     found.module = mixer
     found.facts["mixer"] = "attention"
     found.sites["attn_in"] = input_site(mixer)
@@ -109,7 +113,7 @@ def _descends(scope: Scope, value: Value, origin: Value, since: Event) -> bool:
 
 def _heads(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
     """What the attention computation itself reads and makes, and the numbers of heads."""
-    n_heads, n_kv = core.query.shape[1], heads_before_repeat(core.value)
+    n_heads, n_kv = core.query.shape[-3], heads_before_repeat(core.value)
     found.facts |= {"n_heads": n_heads, "n_kv_heads": n_kv, "head_dim": core.value.shape[-1]}
     nth = scope.trace.nth
 

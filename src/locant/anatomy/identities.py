@@ -14,6 +14,7 @@ from torch import Tensor
 from locant.address import Address
 from locant.anatomy.evidence import Equation, Evidence
 from locant.anatomy.sites import wide
+from locant.anatomy.structure import CALL_ERRORS
 
 Measure = Callable[[Evidence], list[Equation]]
 
@@ -334,7 +335,10 @@ def _routed(e: Evidence) -> list[Tensor]:
     """What the router gives for the MLP's input, called by hand."""
     if not e.has("mlp_in") or not e.plays("router"):
         return []
-    result = e.call("router", e.get("mlp_in").flatten(0, 1))
+    try:
+        result = e.call("router", e.get("mlp_in").flatten(0, 1))
+    except CALL_ERRORS:
+        return []  # it is handed more than the hidden states
     parts = result if isinstance(result, (tuple, list)) else [result]
     return [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
 

@@ -62,8 +62,8 @@ def _is_copy(value: Value, origin: Value) -> bool:
 
 
 def heads_before_repeat(value: Value) -> int:
-    """Heads of ``[batch, head, pos, d]`` before they were repeated over their query groups."""
-    n_heads, n_pos, width = value.shape[1:]
+    """Heads of ``[batch, head, pos, d]`` (of one prompt) before they were repeated over their query groups."""
+    n_heads, n_pos, width = value.shape[-3:]
     current: Value | None = value
     while current is not None:
         shape = current.shape

@@ -9,6 +9,7 @@ from typing import Literal
 from locant.address import Address, format_address
 from locant.anatomy.evidence import Equation, Evidence
 from locant.anatomy.identities import IDENTITIES
+from locant.anatomy.structure import CALL_ERRORS
 from locant.points import POINTS
 
 State = Literal["proven", "refused", "vacuous"]
@@ -60,7 +61,7 @@ def _measure(name: str, evidence: Evidence) -> list[Equation]:
     """The instances of one identity; one that cannot even be computed fails."""
     try:
         return IDENTITIES[name].measure(evidence)
-    except (RuntimeError, IndexError, ValueError, KeyError):
+    except CALL_ERRORS:
         involved = [a for a in map(evidence.address, _having(name, evidence.layer)) if evidence.has(a.name)]
         return [Equation(frozenset(involved), float("inf"))]
 

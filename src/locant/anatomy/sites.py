@@ -78,7 +78,11 @@ class View:
 
     def read(self, tensor: Tensor, batch: int) -> Tensor:
         """The point's ``[batch, pos, width]`` (``[batch, head, query, key]`` for a matrix) in `tensor`."""
-        if self.layout in ("matrix", "raw"):
+        if self.layout == "raw":
+            return tensor
+        if self.layout in ("heads_first", "keys", "matrix") and tensor.dim() == 3:
+            tensor = tensor.unflatten(0, (batch, -1))  # heads folded into the batch
+        if self.layout == "matrix":
             return tensor
         if self.layout == "tokens" and tensor.shape[0] == 1 != batch:
             tensor = tensor.expand(batch, *tensor.shape[1:])  # shared by all prompts, as a position embedding is
@@ -103,12 +107,13 @@ class View:
         return value.reshape(site.shape)
 
     def _split_heads(self, site: Tensor, value: Tensor) -> Tensor:
-        n = self.n_heads or site.shape[1]
+        held = site.shape[1] if site.dim() == 4 else site.shape[0] // value.shape[0]
+        n = self.n_heads or held
         value = value.unflatten(-1, (n, -1)).transpose(1, 2)
         if self.layout == "keys":
             value = value.transpose(-1, -2)
-        if site.shape[1] > n:
-            value = value.repeat_interleave(site.shape[1] // n, 1)
+        if held > n:
+            value = value.repeat_interleave(held // n, 1)
         return value.reshape(site.shape)
 
     def _merge_heads(self, tensor: Tensor) -> Tensor:

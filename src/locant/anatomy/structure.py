@@ -18,6 +18,10 @@ QUOTIENTS = frozenset(["div", "__truediv__", "__itruediv__", "div_", "divide"])
 CONTRACTIONS = frozenset(["matmul", "__matmul__", "bmm", "baddbmm", "einsum"])
 
 
+CALL_ERRORS = (TypeError, AttributeError, ValueError, RuntimeError, IndexError, KeyError)
+"""What a module raises that is called by hand in a way it was not made for."""
+
+
 class Scope:
     """One block execution of a trace, and what its events are."""
 
@@ -66,7 +70,12 @@ class Scope:
     def multiplier(self, value: Value | None) -> float:
         """The constant `value` is multiplied by before it is added to the residual; 1 for none."""
         for op in self.events:
-            if op.is_op and op.name in PRODUCTS and len(op.scalars) == 1 and same(op.inputs[0][1], value):
+            if (
+                op.is_op
+                and op.name in PRODUCTS
+                and len(op.scalars) == len(op.inputs) == 1
+                and same(op.inputs[0][1], value)
+            ):
                 return float(op.scalars[0])
         return 1.0
 
@@ -107,8 +116,11 @@ def _ignores_scale(module: nn.Module, rows: Tensor) -> bool:
         return False
     unit = unit / largest * 100
     call: Callable[[Tensor], Any] = module
-    with torch.no_grad():
-        once, twice = call(unit), call(2 * unit)
+    try:
+        with torch.no_grad():
+            once, twice = call(unit), call(2 * unit)
+    except CALL_ERRORS:
+        return False  # it takes more than a vector
     if not isinstance(once, Tensor) or once.shape != unit.shape:
         return False
     return torch.allclose(once, twice, rtol=2e-2, atol=2e-2 * float(once.abs().max())) and bool(once.abs().max() > 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from locant.anatomy.attention import find_attention
 from locant.anatomy.channel import find_channel_mixer
 from locant.anatomy.facts import Facts, LayerFacts, common
 from locant.anatomy.sites import ModuleSite, Site, View
-from locant.anatomy.structure import PRODUCTS, QUOTIENTS, Scope, hidden_input, is_linear, output_site
+from locant.anatomy.structure import CALL_ERRORS, PRODUCTS, QUOTIENTS, Scope, hidden_input, is_linear, output_site
 from locant.anatomy.trace import Event, Trace, Value, same
 from locant.errors import ModelError
 from locant.points import POINTS
@@ -28,7 +28,13 @@ def survey(model: PreTrainedModel) -> Anatomy:
     """
     ids = probe_ids(model, 1)
     trace = Trace(model, ids.numel())
-    trace.record(lambda: model(input_ids=ids, use_cache=False))
+    try:
+        trace.record(lambda: model(input_ids=ids, use_cache=False))
+    except CALL_ERRORS as error:
+        raise ModelError(
+            f"{type(model).__name__} does not run on token ids alone: {error}",
+            instead="load a decoder-only language model (AutoModelForCausalLM)",
+        ) from error
     runs = block_runs(trace, model)
     if not runs:
         raise ModelError(
@@ -71,7 +77,13 @@ def probe_ids(model: PreTrainedModel, batch: int, length: int | None = None) -> 
 
 def embedding_weight(model: PreTrainedModel) -> Tensor:
     """``[vocab, d]`` of the token embedding."""
-    return cast("Tensor", model.get_input_embeddings().weight)
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(weight, Tensor):
+        raise ModelError(
+            f"{type(model).__name__} has no single table of token embeddings",
+            instead="load a language model that reads one sequence of token ids",
+        )
+    return weight
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -200,12 +212,20 @@ def _summands(before: Sequence[Event], residual: Value | None) -> tuple[str, ...
     if residual is None or not tables:
         return ()
     outputs = [(e.name, e.output()) for e in tables]
-    wide = [(n, v.data) for n, v in outputs if v is not None and v.shape[-1] == residual.shape[-1]]
+    wide = [(n, v.data) for n, v in outputs if v is not None and _broadcasts(v.shape, residual.shape)]
     for take in range(1, len(wide) + 1):
         total = sum(v for _, v in wide[:take])
-        if isinstance(total, Tensor) and torch.allclose(total, residual.data, rtol=1e-2, atol=1e-5):
+        if (
+            isinstance(total, Tensor)
+            and total.shape == residual.shape
+            and torch.allclose(total, residual.data, rtol=1e-2, atol=1e-5)
+        ):
             return tuple(n for n, _ in wide[:take])
     return ()
+
+
+def _broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(shape[::-1], whole[::-1], strict=False))
 
 
 def _integer_input(event: Event) -> bool:

@@ -22,6 +22,8 @@ from rich.text import Text
 
 _GREY = (112, 120, 132)
 _BLUE = (8, 48, 150)
+_LADDER = (243, 60, 61, 19, 18)
+_SHORT_LADDER = (8, 4)
 _VISIBLE = {" ": "␣", "\n": "⏎", "\r": "␍", "\t": "⇥"}
 
 Cell = str | Text
@@ -93,6 +95,7 @@ class Terminal:
             headers = [Column(corner, right=True), *(Column(name, right=True) for name in columns)]
             self._write(_plain_table(headers, [(name, *map(str, tiles)) for name, tiles in rows]))
             return
+        colours = self.console.color_system
         label = max(_cells_wide(text) for text in (corner, *(name for name, _ in rows)))
         tile = max(_cells_wide(text) for text in (*columns, *(str(t) for _, tiles in rows for t in tiles))) + 2
         abreast = max(1, (self.console.width - label - 1) // tile)
@@ -102,7 +105,7 @@ class Terminal:
             self._unbroken(Text(f"{_right(corner, label)} {head}", "bold"))
             for name, tiles in rows:
                 line = Text.assemble((_right(name, label), "bold"), " ")
-                self._unbroken(line.append_text(Text("").join(_tile(t, tile) for t in tiles[part])))
+                self._unbroken(line.append_text(Text("").join(_tile(t, tile, colours) for t in tiles[part])))
 
     def quote(self, text: str, style: str = "") -> None:
         """Words that are not the command's own, set in."""
@@ -179,11 +182,19 @@ def _styled_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> 
     return table
 
 
-def _tile(tile: Tile, width: int) -> Text:
+def _tile(tile: Tile, width: int, colours: str | None) -> Text:
     """White on grey to blue, which reads alike on a dark and on a light ground, and in greyscale."""
-    colour = [round(low + (high - low) * tile.weight) for low, high in zip(_GREY, _BLUE, strict=True)]
     text = f" {tile.word}{_right(tile.number, width - 2 - _cells_wide(tile.word))} "
-    return Text(text, Style(color="#ffffff", bgcolor=Color.from_rgb(*colour)))
+    return Text(text, Style(color="#ffffff", bgcolor=_ground(tile.weight, colours)))
+
+
+def _ground(weight: float, colours: str | None) -> Color:
+    """One hue, in as many steps as the terminal has colours for."""
+    if colours == "truecolor":
+        channels = (round(low + (high - low) * weight) for low, high in zip(_GREY, _BLUE, strict=True))
+        return Color.from_rgb(*channels)
+    ladder = _LADDER if colours == "256" else _SHORT_LADDER
+    return Color.from_ansi(ladder[min(int(weight * len(ladder)), len(ladder) - 1)])
 
 
 def _plain_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> str:

@@ -192,7 +192,7 @@ class EagerModel:
         reads |= {Address.of_module(p): anatomy.outputs[p][0] for p in anatomy.summands if p in anatomy.outputs}
         taps = Taps(self.hf, reads)
         with self._undisturbed(grad=False):
-            tape = taps.run(lambda: self.hf(input_ids=ids, use_cache=False), 2, lambda _, t: t)
+            tape = taps.try_all(lambda: self.hf(input_ids=ids, use_cache=False), 2)
         return {a: t.to(ids.device) for a, t in tape.items()}, ids
 
     def _prepared(self, addresses: Addresses) -> tuple[Plan, Taps]:

@@ -37,6 +37,10 @@ class Taps:
         self._modules = {path: model.get_submodule(path) for path in self._watched}
         self._copied: set[Site] = {s for s in self._sites if s.overwritten}
 
+    def try_all(self, forward: Callable[[], object], batch: int) -> dict[Address, Tensor]:
+        """Read what can be read: a site whose tensor is not laid out as its view says is left out."""
+        return self._once(_Run(self._sites, self._copied, batch, lambda _, tensor: tensor, lenient=True), forward)
+
     def run(self, forward: Callable[[], object], batch: int, keep: Keep, grad: bool = False) -> dict[Address, Tensor]:
         """Run `forward` until every site has been read, and give the tensors read.
 
@@ -44,16 +48,20 @@ class Taps:
         version counter, makes the forward run again with that site copied; this is remembered.
         """
         run = _Run(self._sites, self._copied, batch, keep, grad)
+        self._once(run, forward)
+        changed = run.changed()
+        if changed:
+            self._copied |= changed
+            return self.run(forward, batch, keep, grad)
+        return run.read
+
+    def _once(self, run: _Run, forward: Callable[[], object]) -> dict[Address, Tensor]:
         with ExitStack() as hooks:
             hooks.callback(run.close)
             for path, sites in self._watched.items():
                 _watch(self._modules[path], sites, run, hooks)
             with suppress(Stopped):
                 forward()
-        changed = run.changed()
-        if changed:
-            self._copied |= changed
-            return self.run(forward, batch, keep, grad)
         return run.read
 
 
@@ -61,7 +69,13 @@ class _Run:
     """What one forward has read so far."""
 
     def __init__(
-        self, sites: Mapping[Site, list[Address]], copied: set[Site], batch: int, keep: Keep, grad: bool
+        self,
+        sites: Mapping[Site, list[Address]],
+        copied: set[Site],
+        batch: int,
+        keep: Keep,
+        grad: bool = False,
+        lenient: bool = False,
     ) -> None:
         self.read: dict[Address, Tensor] = {}
         self.grad = grad
@@ -69,6 +83,7 @@ class _Run:
         self._copied = copied
         self._batch = batch
         self._keep = keep
+        self._lenient = lenient
         self._left = len(sites)
         self._kept: list[tuple[Site, Tensor, int]] = []
         self._inside: list[_Inside] = []
@@ -79,7 +94,12 @@ class _Run:
         With gradients on, that is made from the tensor read wherever the two are not one, so that the graph from
         what was captured to everything after it exists.
         """
-        value = site.view.read(tensor, self._batch)
+        try:
+            value = site.view.read(tensor, self._batch)
+        except (RuntimeError, IndexError):
+            if self._lenient:
+                return tensor
+            raise
         copied = site in self._copied
         if copied and value.data_ptr() == tensor.data_ptr():
             value = value.clone()
