@@ -45,6 +45,16 @@ def gpt2() -> PreTrainedModel:
     return transformers.GPT2LMHeadModel(config)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def ordinary_environment():
+    """What the machine that runs the tests says of its terminal does not matter."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "COLORTERM"):
+            environment.delenv(name, raising=False)
+        environment.setenv("TERM", "xterm-256color")
+        yield
+
+
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory) -> Path:
     return saved(llama(), tmp_path_factory.mktemp("llama"))

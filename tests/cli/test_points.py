@@ -151,7 +151,13 @@ def test_options_that_this_machine_or_model_does_not_have(llama_folder, options,
 def test_a_model_that_is_not_there(tmp_path):
     done = run("points", tmp_path / "nothing")
     assert (done.code, done.out) == (1, "")
-    assert done.err.startswith(f"locant: {tmp_path / 'nothing'} cannot be loaded: ")
+    assert done.err.startswith(f"locant: {tmp_path / 'nothing'}")
+
+
+def test_a_folder_without_a_model(tmp_path):
+    done = run("points", tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"locant: {tmp_path} cannot be loaded: ")
     assert "  instead:   pass a hub id, a folder with a config.json, a .gguf file, or a model object\n" in done.err
 
 
@@ -225,6 +231,10 @@ def test_progress_goes_to_a_terminal_only(capsys, monkeypatch):
         pass
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("locant.cli.terminal.Console", lambda **kinds: Console(force_terminal=True, **kinds))
+    with progress("Forced"):
+        pass
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with progress("Counting"):
         pass
     out, err = capsys.readouterr()

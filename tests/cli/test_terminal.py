@@ -1,6 +1,7 @@
 """Tables and heat maps, styled and plain."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -61,6 +62,17 @@ def test_a_grid_that_is_too_wide_goes_on_below():
 def test_a_tile_is_bluer_the_more_it_weighs():
     text = drawn(grid, styled=True, color_system="truecolor")
     assert text.index("48;2;8;48;150") < text.index("48;2;112;120;132") < text.index("48;2;60;84;141")
+
+
+def test_a_terminal_of_few_colours_gets_steps_of_one_hue():
+    tiles = [("0", [Tile(str(n), n / 5) for n in range(6)])]
+
+    def grounds(colours: str) -> list[str]:
+        text = drawn(lambda t: t.grid("", "abcdef", tiles), styled=True, color_system=colours)
+        return re.findall(r"\x1b\[[\d;]*?;((?:48;5;\d+)|4\d|10\d)m", text)
+
+    assert grounds("256") == [f"48;5;{step}" for step in (243, 60, 61, 19, 18, 18)]
+    assert grounds("standard") == ["100", "100", "100", "44", "44", "44"]
 
 
 @pytest.mark.parametrize(("error", "text"), [(None, ""), (0.0, "0"), (2.4e-7, "2e-07"), (float("inf"), "inf")])

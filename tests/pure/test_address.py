@@ -106,9 +106,7 @@ def test_no_address_has_two_spellings(text):
 
 @given(
     st.lists(
-        st.sampled_from(
-            ["path", "resid_post", "embeddings", "z", "model", "5", "05", "stream-2", "stream-", ""]
-        ),
+        st.sampled_from(["path", "resid_post", "embeddings", "z", "model", "5", "05", "stream-2", "stream-", ""]),
         min_size=1,
         max_size=5,
     )
@@ -239,9 +237,7 @@ def test_coordinates_are_small_whole_numbers(field, number):
     refusal(lambda: Address("resid_post", **{"layer": 1, "stream": 1, field: number}))
 
 
-@pytest.mark.parametrize(
-    "name", [None, 5, b"embeddings", ("embeddings",), "", "resid_post.5", "lm_head.weight"]
-)
+@pytest.mark.parametrize("name", [None, 5, b"embeddings", ("embeddings",), "", "resid_post.5", "lm_head.weight"])
 def test_names_are_points_or_module_paths(name):
     refusal(Address, name)
 

@@ -211,6 +211,16 @@ def test_the_logits_of_a_captured_forward_have_the_models_own_bits(family, atten
     assert torch.equal(everything["logits"], own)
 
 
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_run_that_names_nothing_gives_everything(family):
+    model, ids = loaded(family), families.token_ids()
+    logits, cache = model.run_with_cache(ids)
+    assert torch.equal(logits, own_forward(model, ids).logits)
+    assert set(cache) == expected(family)
+    for address, tensor in model.capture(ids, list(cache)).items():
+        assert torch.equal(tensor, cache[address])
+
+
 @ROUTES
 def test_a_residual_unembeds_to_the_logits(family, attention):
     model, ids = loaded(family, attention), families.token_ids()

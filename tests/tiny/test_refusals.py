@@ -28,7 +28,8 @@ def idle():
 
 def told(error: type[Exception], *says: str, family="llama", prompt=(5, 6), address="resid_post.1", **options) -> None:
     """The capture and the run with logits fail with `error`, whose text has every part of `says`."""
-    for call in (loaded(family).capture, loaded(family).run_with_cache):
+    model = loaded(family)
+    for call in (model.capture, model.run_with_cache) if address is not None else (model.capture,):
         with pytest.raises(error) as caught:
             call(prompt, address, **options)
         assert isinstance(caught.value, locant.LocantError)
@@ -58,7 +59,6 @@ ADDRESSES = [
     (("resid_post", None), locant.AddressError, "layer is missing"),
     (("resid_post", "1"), locant.AddressError),
     (5, locant.AddressError, "5"),
-    (None, locant.AddressError, "None"),
     (3.5, locant.AddressError),
     ([], locant.AddressError, "empty"),
     ([None], locant.AddressError, "None"),
@@ -86,6 +86,12 @@ def test_an_address_that_is_wrong_is_refused_before_any_forward(address, error, 
     if isinstance(address, (str, tuple)):
         told(error, *says, address=["resid_post.0", address])
         assert loaded("llama").refuses(address)
+
+
+@pytest.mark.usefixtures("idle")
+def test_no_address_at_all_is_refused():
+    with pytest.raises(locant.AddressError, match="None"):
+        loaded("llama").capture(token_ids(), None)
 
 
 @pytest.mark.usefixtures("idle")

@@ -7,6 +7,7 @@ fenced block. Progress goes to stderr, and only to a terminal.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,7 +152,8 @@ def progress(what: str) -> Generator[None]:
     """Say on stderr, where it is a terminal, what takes its time, and take it back when it is over."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    watched = sys.stderr.isatty() and console.is_interactive
+    bar = Progress(*columns, console=console, transient=True, disable=not watched)
     with bar:
         bar.add_task(what, total=None)
         yield
