@@ -106,7 +106,7 @@ def test_a_failure_in_the_middle_comes_through_and_leaves_nothing(error, where, 
         assert torch.equal(tensor, wanted[address])
 
 
-@pytest.mark.parametrize("error, told", [(ValueError, locant.ModelError), (KeyboardInterrupt, KeyboardInterrupt)])
+@pytest.mark.parametrize(("error", "told"), [(ValueError, locant.ModelError), (KeyboardInterrupt, KeyboardInterrupt)])
 def test_a_failure_while_loading_leaves_nothing(error, told):
     hf = families.fresh("llama")
     change_things(hf)
