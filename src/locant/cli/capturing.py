@@ -59,7 +59,7 @@ def run(source: Source, request: Request, output: Path, *, force: bool, as_json:
     model.plan(addresses)
     with progress(f"Reading {len(addresses)} tensors of {len(prompts)} prompts"):
         cache = model.capture(prompts, addresses, positions=positions, prepend_bos=request.bos)
-        save(cache, output)
+        cache.save(output)
     _report(cache, output, as_json=as_json)
 
 
@@ -81,18 +81,6 @@ def check_output(output: Path, *, force: bool) -> None:
         raise CacheError(f"{output} cannot be written: {what}", instead="name a file in a folder that exists")
     if output.exists() and not force:
         raise CacheError(f"{output} exists", instead="name another file with --output, or pass --force")
-
-
-def save(cache: Cache, output: Path) -> None:
-    """Write the file whole or not at all."""
-    partial = output.with_name(f".{output.name}.partial")
-    try:
-        cache.save(partial)
-        partial.replace(output)
-    except OSError as error:
-        raise CacheError(f"{output} cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def tensor_rows(cache: Cache) -> list[tuple[Cell, ...]]:

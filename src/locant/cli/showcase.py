@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor
 
 from locant import __version__
-from locant.cli.capturing import TENSORS, check_output, load_line, save, tensor_rows, token_line
+from locant.cli.capturing import TENSORS, check_output, load_line, tensor_rows, token_line
 from locant.cli.listing import facts_line, how_it_runs
 from locant.cli.model import Source
 from locant.cli.terminal import Column, Terminal, Tile, error_text, visible
@@ -51,7 +51,7 @@ def run(output: Path) -> None:
         "logits",
     ]
     cache = model.capture(PROMPT, addresses)
-    save(cache, output)
+    cache.save(output)
     tokens = [visible(token) for token in cache.origin.token_strings[0]]
     shown = sorted({*range(0, last, 3), last}, reverse=True)
 
