@@ -76,6 +76,9 @@ FAMILIES = {
     "mixtral": Family("MixtralForCausalLM", {**_ROUTED, "head_dim": 16}),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", {**_ROUTED, "head_dim": 16, "mlp_only_layers": [1]}),
     "falcon": Family("FalconForCausalLM", {"multi_query": True, "parallel_attn": True, "bias": True}),
+    "falcon_grouped": Family(
+        "FalconForCausalLM", {"multi_query": False, "new_decoder_architecture": True, "num_kv_heads": KV_HEADS}
+    ),
 }
 
 _OTHER_NAMES = {

@@ -25,8 +25,8 @@ class Style:
 
     Attributes:
         qkv: the query, key and value projections, or the one that holds all three.
-        packing: how the one is cut: ``runs`` (all queries, all keys, all values) or ``heads`` (each head's own
-            query, key and value in turn).
+        packing: how the one is cut: ``runs`` (all queries, all keys, all values) or ``groups`` (in turn for each
+            key head the queries that share it, the key and the value).
         norms: before attention, after it, before the MLP, after it; ``None`` for none.
         norm: ``rms``, ``gemma`` (its weight is stored less one) or ``layer``.
         neurons: the projections into the MLP, the gate first; one that holds both is cut in the middle.
@@ -75,7 +75,7 @@ STYLES = {
         head="embed_out",
         attention="attention",
         qkv=("query_key_value",),
-        packing="heads",
+        packing="groups",
         out="dense",
     ),
     "falcon": Style(
@@ -86,6 +86,16 @@ STYLES = {
         qkv=("query_key_value",),
         out="dense",
         norms=("input_layernorm", None, "input_layernorm", None),
+    ),
+    "falcon_grouped": Style(
+        **_PLAIN_MLP,
+        **_TRANSFORMER,
+        embedding="word_embeddings",
+        attention="self_attention",
+        qkv=("query_key_value",),
+        packing="groups",
+        out="dense",
+        norms=("ln_attn", None, "ln_mlp", None),
     ),
     "gpt2": Style(
         **_TRANSFORMER,
@@ -127,13 +137,15 @@ class Reference:
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
         self.config = config
-        self.style = STYLES.get(config.model_type, Style())
+        grouped = "_grouped" if getattr(config, "new_decoder_architecture", False) else ""
+        self.style = STYLES.get(config.model_type + grouped, Style())
         self.weights = dict(model.named_parameters(remove_duplicate=False))
         self.n_layers = config.num_hidden_layers
         self.n_heads = config.num_attention_heads
         self.d_head = getattr(config, "head_dim", None) or config.hidden_size // self.n_heads
         multi_query = self._config("multi_query", default=False)
-        self.n_kv_heads = 1 if multi_query else self._config("num_key_value_heads", default=self.n_heads)
+        grouped_heads = self._config("num_key_value_heads", "num_kv_heads", default=self.n_heads)
+        self.n_kv_heads = 1 if multi_query else grouped_heads
         self.act = _ACTIVATIONS[self._config("hidden_activation", "hidden_act", "activation_function", "activation")]
 
     def __call__(self, ids: Tensor) -> dict[str, Tensor]:
@@ -214,9 +226,10 @@ class Reference:
         made = [self._linear(x, f"{path}.{name}") for name in self.style.qkv]
         if len(made) == 3:
             return tuple(made)
-        if self.style.packing == "heads":
-            each = made[0].unflatten(-1, (self.n_heads, 3, self.d_head))
-            return tuple(each[..., i, :].flatten(-2) for i in range(3))
+        if self.style.packing == "groups":
+            group = self.n_heads // self.n_kv_heads
+            each = made[0].unflatten(-1, (self.n_kv_heads, group + 2, self.d_head)).split((group, 1, 1), -2)
+            return tuple(part.flatten(-3) for part in each)
         widths = [self.n_heads * self.d_head, *[self.n_kv_heads * self.d_head] * 2]
         return made[0].split(widths, -1)
 

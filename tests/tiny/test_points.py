@@ -40,6 +40,7 @@ BESIDES = {
     "mixtral": SEQUENTIAL | ROUTED,
     "qwen3_moe": SEQUENTIAL | NORMED | ROUTED,
     "falcon": PLAIN,
+    "falcon_grouped": PLAIN,
 }
 """What the blocks of a family have beyond `BLOCK`."""
 
