@@ -123,7 +123,7 @@ class Judge:
         self.anatomy, self._modules = model.anatomy, model.hf.get_submodule
         self.points = [a for a in self.anatomy.addresses() if a.layer in (None, LAYER)]
         ids = families.token_ids(batch=2, length=6)
-        summands = [Address.of_module(path) for path in self.anatomy.summands]
+        summands = [Address.of_module(path) for path in self.anatomy.entry.summands]
         self.tape = dict(model.capture(ids, [*self.anatomy.addresses(), *summands]))
         self._ids = ids
 
@@ -305,7 +305,9 @@ def test_a_contribution_with_a_multiplier_that_is_not_there_is_refused(monkeypat
 def test_a_forgotten_position_embedding_is_noticed(monkeypatch):
     hf = families.tiny("gpt2")
     anatomy = survey(hf)
-    model = surveyed_as(monkeypatch, hf, replace(anatomy, summands=anatomy.summands[:1]))
+    model = surveyed_as(
+        monkeypatch, hf, replace(anatomy, entry=replace(anatomy.entry, summands=anatomy.entry.summands[:1]))
+    )
     assert_refused(model, "resid_pre", layer=0)
 
 

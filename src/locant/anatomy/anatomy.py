@@ -32,6 +32,15 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """How the first residual is made: the outputs of some embedding modules, added, scaled, and perhaps normed."""
+
+    summands: tuple[str, ...] = ()
+    scale: float = 1.0
+    norm: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Anatomy:
     """The structure of one loaded model.
 
@@ -40,14 +49,14 @@ class Anatomy:
         attention: the attention implementation the survey ran under; sites inside attention depend on it.
         outputs: every module that ran and gave a tensor: where its output is read, and how often it ran.
         logit_ops: what happens to the unembedding's output before it is the logits, in order.
-        summands: module paths whose outputs add up to the first residual, the embedding first.
+        entry: how the first residual follows from the embeddings.
     """
 
     facts: Facts
     trunk: Part
     blocks: tuple[Part, ...]
     attention: str | None = None
-    summands: tuple[str, ...] = ()
+    entry: Entry = Entry()
     outputs: Mapping[str, tuple[ModuleSite, int]] = field(default_factory=dict)
     logit_ops: tuple[tuple[str, float], ...] = ()
 

@@ -8,7 +8,7 @@ from typing import Any
 from locant.anatomy.projection import find_projection, heads_before_repeat
 from locant.anatomy.sites import ModuleSite, OpSite, Site, View
 from locant.anatomy.structure import CONTRACTIONS, Scope, hidden_input, input_site, is_linear, output_site
-from locant.anatomy.trace import Event, Value
+from locant.anatomy.trace import Event, Value, same
 
 FUSED = "scaled_dot_product_attention"
 
@@ -168,7 +168,9 @@ def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
         if projection is not None:
             event, channels = projection
             found.sites[name] = output_site(event, View(_row_layout(event), channels))
-            found.modules[f"w_{name[0]}"] = event.name
+            handed, taken = hidden_input(mixer), hidden_input(event)
+            if handed is not None and taken is not None and same(handed[1], taken[1]):
+                found.modules[f"w_{name[0]}"] = event.name
     norms = [e for e in scope.norms if mixer.index < e.index < core.scores.index]
     for name, short in (("query", "q"), ("key", "k")):
         reach = {id(v) for v in back[name]} - {id(v) for other, vs in back.items() if other != name for v in vs}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from locant.anatomy.attention import Found, contribution
@@ -25,46 +27,68 @@ class ChannelFound(Found):
         self.parallel = False
 
 
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The channel mixer: one module, or several that the block calls one after the other."""
+
+    first: Event
+    last: Event
+    inside: list[Event]
+
+    @property
+    def taken(self) -> Value:
+        found = hidden_input(self.first)
+        assert found is not None, "a channel mixer is chosen by having an input"
+        return found[1]
+
+
 def find_channel_mixer(scope: Scope, attention: Found) -> ChannelFound:
     """The points of the block's MLP, dense or sparse."""
     found = ChannelFound()
-    mixer = _mixer(scope, attention.module)
-    if mixer is None:
+    body = _body(scope, attention.module)
+    if body is None:
         reason = "no module of this block mixes channels alone"
         found.absent = dict.fromkeys(["resid_mid", "mlp_in", "mlp_out", "mlp_out_post", *_NEURONS, *_ROUTER], reason)
         found.facts = {"channel": None}
         return found
-    found.module = mixer
-    found.sites["mlp_in"] = input_site(mixer)
-    _middle(scope, mixer, found)
-    experts = _experts(scope, mixer)
+    found.sites["mlp_in"] = input_site(body.first)
+    _middle(scope, body, found)
+    experts = next((e for e in body.inside if not e.is_op and _choice(e) is not None), None)
     if experts is not None:
-        _sparse(scope, mixer, experts, found)
+        _sparse(scope, body, experts, found)
     else:
-        _dense(scope, mixer, found)
+        _dense(scope, body, found)
+    if norm := scope.norm_giving(scope.run.output()):
+        found.modules["block_norm"] = norm.name
     return found
 
 
-def _mixer(scope: Scope, attention: Event | None) -> Event | None:
-    heavy = [
-        e
-        for e in scope.children
-        if e is not attention
-        and e.output() is not None
-        and hidden_input(e) is not None
-        and e.module is not None
-        and any(p.dim() >= 2 for p in e.module.parameters())
-        and not (attention is not None and e.index < attention.index < e.end)
-    ]
-    return heavy[-1] if heavy else None
+def _body(scope: Scope, attention: Event | None) -> Body | None:
+    heavy = [e for e in scope.children if _is_heavy(e) and not _holds(e, attention)]
+    after = [e for e in heavy if attention is None or e.index > attention.index]
+    if len(after) > 1 and all(len(_linears(scope, e)) == 1 for e in after):
+        first, last = after[0], after[-1]
+        return Body(first, last, scope.trace.events[first.index : last.end])
+    return Body(heavy[-1], heavy[-1], scope.trace.within(heavy[-1])) if heavy else None
 
 
-def _middle(scope: Scope, mixer: Event, found: ChannelFound) -> None:
+def _is_heavy(event: Event) -> bool:
+    matrices = event.module is not None and any(p.dim() >= 2 for p in event.module.parameters())
+    return matrices and event.output() is not None and hidden_input(event) is not None
+
+
+def _holds(event: Event, other: Event | None) -> bool:
+    return other is not None and event.index <= other.index < event.end
+
+
+def _linears(scope: Scope, event: Event) -> list[Event]:
+    return [e for e in scope.trace.events[event.index : event.end] if is_linear(e)]
+
+
+def _middle(scope: Scope, body: Body, found: ChannelFound) -> None:
     """The residual after attention: what the norm before the MLP reads, or the MLP itself where there is none."""
-    taken = hidden_input(mixer)
-    assert taken is not None, "a channel mixer is chosen by having an input"
-    norm = scope.norm_giving(taken[1])
-    source = mixer
+    norm = scope.norm_giving(body.taken)
+    source = body.first
     if norm is not None:
         found.modules["mlp_norm"] = norm.name
         source = norm
@@ -78,10 +102,9 @@ def _middle(scope: Scope, mixer: Event, found: ChannelFound) -> None:
         found.sites["resid_mid"] = input_site(source)
 
 
-def _dense(scope: Scope, mixer: Event, found: ChannelFound) -> None:
+def _dense(scope: Scope, body: Body, found: ChannelFound) -> None:
     found.absent |= dict.fromkeys(_ROUTER, "this block has a dense MLP, no router")
-    inside = [e for e in scope.events if mixer.index < e.index < mixer.end]
-    linears = [e for e in inside if is_linear(e)]
+    linears = [e for e in body.inside if is_linear(e)]
     if not linears:
         found.absent |= dict.fromkeys([*_NEURONS, "mlp_out", "mlp_out_post"], "no linear map inside this block's MLP")
         found.facts = {"channel": "other"}
@@ -93,10 +116,10 @@ def _dense(scope: Scope, mixer: Event, found: ChannelFound) -> None:
     found.sites["mlp_out_post"] = contribution(scope, down, found, "mlp_post_norm")
     activated = hidden_input(down)[1]  # type: ignore[index]
     found.facts["d_mlp"] = activated.shape[-1]
-    _branches(scope, mixer, linears[:-1], activated, found)
+    _branches(scope, body, linears[:-1], activated, found)
 
 
-def _branches(scope: Scope, mixer: Event, linears: list[Event], activated: Value, found: ChannelFound) -> None:
+def _branches(scope: Scope, body: Body, linears: list[Event], activated: Value, found: ChannelFound) -> None:
     """The pre-activation neurons, and the ungated branch where the activation is multiplied by one."""
     product = activated.producer
     gate, linear = activated, None
@@ -112,7 +135,7 @@ def _branches(scope: Scope, mixer: Event, linears: list[Event], activated: Value
     else:
         found.sites["mlp_pre_linear"], found.modules["w_up"] = _branch_site(linear, linears, scope)
     act = next((e for e in scope.events if e.module is not None and e.output() is gate and not is_linear(e)), None)
-    back = scope.trace.ancestors(gate, mixer.index)
+    back = scope.trace.ancestors(gate, body.first.index)
     before = next((v for v in back if v is not gate and _source(v, linears, scope) is not None), None)
     if before is None:
         found.absent["mlp_pre"] = "no linear map leads straight into this MLP's activation"
@@ -143,12 +166,6 @@ def _branch_site(value: Value, linears: list[Event], scope: Scope) -> tuple[Modu
     return output_site(event, View(channels=None if whole else Channels.of([index]))), event.name
 
 
-def _experts(scope: Scope, mixer: Event) -> Event | None:
-    """The call that takes hidden states, chosen experts and their weights."""
-    inside = [e for e in scope.events if not e.is_op and mixer.index < e.index < mixer.end]
-    return next((e for e in inside if _choice(e) is not None), None)
-
-
 def _choice(event: Event) -> tuple[tuple[object, Value], tuple[object, Value]] | None:
     whole = [(s, v) for s, v in event.inputs if v.tensor.dtype in _INTEGERS and v.tensor.dim() == 2]
     for chosen in whole:
@@ -158,11 +175,11 @@ def _choice(event: Event) -> tuple[tuple[object, Value], tuple[object, Value]] |
     return None
 
 
-def _sparse(scope: Scope, mixer: Event, experts: Event, found: ChannelFound) -> None:
+def _sparse(scope: Scope, body: Body, experts: Event, found: ChannelFound) -> None:
     reason = "the neurons of a mixture of experts belong to its experts, one set each"
     found.absent |= dict.fromkeys(_NEURONS, reason)
-    found.sites["mlp_out"] = output_site(mixer)
-    found.sites["mlp_out_post"] = contribution(scope, mixer, found, "mlp_post_norm")
+    found.sites["mlp_out"] = output_site(body.last)
+    found.sites["mlp_out_post"] = contribution(scope, body.last, found, "mlp_post_norm")
     choice = _choice(experts)
     assert choice is not None, "an experts call is chosen by taking a choice"
     chosen, weight = choice
@@ -174,14 +191,30 @@ def _sparse(scope: Scope, mixer: Event, experts: Event, found: ChannelFound) -> 
 
     found.sites["expert_indices"] = argument(*chosen)
     found.sites["expert_weights"] = argument(*weight)
-    inside = [e for e in scope.events if not e.is_op and mixer.index < e.index < experts.index]
+    inside = [e for e in body.inside if not e.is_op and e.index < experts.index]
     router = next((e for e in reversed(inside) if any(same(v, chosen[1]) for _, v in e.outputs)), None)
+    _shared(scope, body, experts, router, found)
     logits = _logits(scope.trace, router, inside)
     if logits is None:
         found.absent["router_logits"] = "no module of this block returns one number per expert"
         return
     found.sites["router_logits"], found.facts["n_experts"] = logits
     found.modules["router"] = found.sites["router_logits"].path
+
+
+def _shared(scope: Scope, body: Body, experts: Event, router: Event | None, found: ChannelFound) -> None:
+    """Experts that every token goes through, beside the chosen ones, and their gate where there is one."""
+    beside = [
+        e
+        for e in body.inside
+        if e.depth == body.first.depth + 1 and e is not experts and e is not router and _is_heavy(e)
+    ]
+    for event in beside:
+        linears, given = _linears(scope, event), event.output()
+        if len(linears) > 1:
+            found.modules["shared"] = event.name
+        elif linears and given is not None and given.shape[-1] == 1:
+            found.modules["shared_gate"] = event.name
 
 
 def _logits(trace: Trace, router: Event | None, inside: list[Event]) -> tuple[Site, int] | None:

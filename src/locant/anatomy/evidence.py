@@ -97,7 +97,11 @@ class Evidence:
 
     def call(self, role: str, *args: Any) -> Any:
         """Call by hand the module that plays `role` in this part, on the device it lives on."""
-        module = self._module(self.part.modules[role])
+        return self.call_path(self.part.modules[role], *args)
+
+    def call_path(self, path: str, *args: Any) -> Any:
+        """Call the module at `path` by hand."""
+        module = self._module(path)
         weight = next(module.parameters(), None)
         if weight is not None and weight.device.type != "meta":
             args = tuple(a.to(weight.device) if isinstance(a, Tensor) else a for a in args)

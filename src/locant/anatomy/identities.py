@@ -107,13 +107,13 @@ def _chain(e: Evidence) -> list[Equation]:
 
 
 def _first_residual(e: Evidence) -> list[Equation]:
-    terms = [e.output(path) for path in e.anatomy.summands]
-    known = [t for t in terms if t is not None]
-    if not known or len(known) < len(terms):
-        return []
-    total = e.get("resid_pre")
-    whole = sum(known[1:], known[0]).expand_as(total)
-    return [e.equal(total, whole, "resid_pre", others=(Address("embeddings"),))]
+    entry, first = e.anatomy.entry, e.get("resid_pre")
+    terms = [t for path in entry.summands if (t := e.output(path)) is not None]
+    if not terms or len(terms) < len(entry.summands):
+        return _mid_sum(e) or _block_sum(e)  # it is what the block adds to, whatever it is made of
+    total = torch.stack([t.expand_as(first) for t in terms]).sum(0) * entry.scale
+    made = e.call_path(entry.norm, total) if entry.norm else total
+    return [e.equal(first, made, "resid_pre", others=(Address("embeddings"),))]
 
 
 @_identity("mid_sum", "resid_mid = resid_pre + attn_out_post")
@@ -123,8 +123,15 @@ def _mid_sum(e: Evidence) -> list[Equation]:
     return [e.summed("resid_mid", "resid_pre", "attn_out_post")]
 
 
-@_identity("block_sum", "resid_post = resid_mid + mlp_out_post, or resid_pre + attn_out_post + mlp_out_post")
+@_identity(
+    "block_sum",
+    "resid_post = resid_mid + mlp_out_post; in a parallel block resid_pre + attn_out_post + mlp_out_post; "
+    "with the norm after the sum, norm(mlp_in + mlp_out_post)",
+)
 def _block_sum(e: Evidence) -> list[Equation]:
+    if e.plays("block_norm") and e.has("mlp_in", "mlp_out_post"):
+        normed = e.call("block_norm", e.get("mlp_in") + e.get("mlp_out_post"))
+        return [e.equal(e.get("resid_post"), normed, "resid_post", "mlp_in", "mlp_out_post")]
     terms = ("resid_mid", "mlp_out_post") if e.has("resid_mid") else ("resid_pre", "attn_out_post", "mlp_out_post")
     return [e.summed("resid_post", *terms)] if e.has(*terms) else []
 
@@ -236,7 +243,7 @@ def _mixing(e: Evidence) -> list[Equation]:
     return [e.equal(e.get("z"), mixed, *names, size=summed.amax(-1, keepdim=True))]
 
 
-@_identity("attn_output", "attn_out = W_O z (+ b)", doubt_from=())
+@_identity("attn_output", "attn_out = W_O z (+ b)", doubt_from=("attn_out",))
 def _attn_output(e: Evidence) -> list[Equation]:
     if not e.has("z", "attn_out"):
         return []
@@ -295,7 +302,7 @@ def _activation(e: Evidence) -> list[Equation]:
     return [e.equal(e.get("mlp_act"), value, *names)]
 
 
-@_identity("mlp_output", "mlp_out = W_out mlp_act (+ b)", doubt_from=())
+@_identity("mlp_output", "mlp_out = W_out mlp_act (+ b)", doubt_from=("mlp_out",))
 def _mlp_output(e: Evidence) -> list[Equation]:
     if not e.has("mlp_act", "mlp_out"):
         return []
@@ -312,7 +319,7 @@ def _mlp_contribution(e: Evidence) -> list[Equation]:
 
 @_identity(
     "routing",
-    "router_logits = router(mlp_in); expert_weights ∝ softmax(router_logits) at expert_indices, its largest entries",
+    "router_logits = router(mlp_in); expert_weights ∝ softmax or sigmoid of router_logits at expert_indices",
 )
 def _routing(e: Evidence) -> list[Equation]:
     names = ("router_logits", "expert_weights", "expert_indices")
@@ -322,9 +329,6 @@ def _routing(e: Evidence) -> list[Equation]:
     made = [
         e.equal(logits, x.reshape(logits.shape), names[0], "mlp_in") for x in _routed(e) if x.numel() == logits.numel()
     ]
-    largest = logits.topk(indices.shape[-1], -1).indices
-    if not torch.equal(largest.sort(-1).values, indices.sort(-1).values):
-        return [e.fails(*names)]
     kinds = [kind.gather(-1, indices) for kind in (logits.softmax(-1), logits.sigmoid())]
     scaled = [kind * (weights.sum(-1, keepdim=True) / kind.sum(-1, keepdim=True)) for kind in kinds]
     chosen = [e.equal(weights, wanted, *names) for wanted in scaled]
@@ -343,11 +347,18 @@ def _routed(e: Evidence) -> list[Tensor]:
     return [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-@_identity("expert_sum", "mlp_out = Σ expert_weights · expert(mlp_in) over expert_indices", doubt_from=())
+@_identity(
+    "expert_sum", "mlp_out = Σ expert_weights · expert(mlp_in) over expert_indices (+ shared expert)", doubt_from=()
+)
 def _expert_sum(e: Evidence) -> list[Equation]:
     names = ("mlp_out", "mlp_in", "expert_indices", "expert_weights")
     if not e.has(*names) or not e.plays("experts"):
         return []
     out = e.get("mlp_out")
-    rebuilt = e.call("experts", *(e.get(name).flatten(0, 1) for name in names[1:]))
-    return [e.equal(rebuilt.reshape(out.shape), out, *names)]
+    rebuilt = e.call("experts", *(e.get(name).flatten(0, 1) for name in names[1:])).reshape(out.shape)
+    if e.plays("shared"):
+        shared = e.call("shared", e.get("mlp_in"))
+        if e.plays("shared_gate"):
+            shared = shared * e.call("shared_gate", e.get("mlp_in")).sigmoid()
+        rebuilt = rebuilt + shared
+    return [e.equal(rebuilt, out, *names)]

@@ -77,7 +77,7 @@ def heads_before_repeat(value: Value) -> int:
 _MOVES = frozenset(
     "view reshape flatten unflatten transpose permute movedim swapaxes swapdims contiguous clone split chunk "
     "tensor_split unbind narrow select __getitem__ squeeze unsqueeze expand expand_as repeat_interleave "
-    "view_as __get__".split()
+    "view_as broadcast_to __get__".split()
 )
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from locant.anatomy.anatomy import Anatomy, Part
+from locant.anatomy.anatomy import Anatomy, Entry, Part
 from locant.anatomy.attention import find_attention
 from locant.anatomy.channel import find_channel_mixer
 from locant.anatomy.facts import Facts, LayerFacts, common
 from locant.anatomy.sites import ModuleSite, Site, View
 from locant.anatomy.structure import CALL_ERRORS, PRODUCTS, QUOTIENTS, Scope, hidden_input, is_linear, output_site
-from locant.anatomy.trace import Event, Trace, Value, same
+from locant.anatomy.trace import Event, Trace, same
 from locant.errors import ModelError
 from locant.points import POINTS
 
@@ -43,7 +43,7 @@ def survey(model: PreTrainedModel) -> Anatomy:
             instead="load a decoder-only language model (AutoModelForCausalLM)",
         )
     found = [_block(trace, run) for run in runs]
-    trunk, summands, trunk_sizes = _trunk(trace, model, runs, ids)
+    trunk, entry, trunk_sizes = _trunk(trace, model, runs, ids)
     layers = tuple(layer for _, layer in found)
     sizes: dict[str, Any] = trunk_sizes | common(layers)
     facts = Facts(n_layers=len(runs), layers=layers, **sizes)
@@ -52,7 +52,7 @@ def survey(model: PreTrainedModel) -> Anatomy:
         trunk,
         tuple(part for part, _ in found),
         attention_in_use(model),
-        summands,
+        entry,
         _outputs(trace, ids.shape[-1]),
         _logit_ops(trace, trunk.modules.get("lm_head")),
     )
@@ -131,7 +131,7 @@ def _in_forward_order(sites: dict[str, Site]) -> dict[str, Site]:
 
 def _trunk(
     trace: Trace, model: PreTrainedModel, runs: Sequence[Event], ids: Tensor
-) -> tuple[Part, tuple[str, ...], dict[str, Any]]:
+) -> tuple[Part, Entry, dict[str, Any]]:
     sites: dict[str, Site] = {}
     modules: dict[str, str] = {}
     absent: dict[str, str] = {}
@@ -144,10 +144,8 @@ def _trunk(
     else:
         sites["embeddings"] = output_site(embedding)
         modules["embedding"] = embedding.name
-    residual = hidden_input(runs[0])
-    summands = _summands(before, residual[1] if residual else None)
-
     scope = Scope(trace, runs[-1])
+    entry = _entry(before, Scope(trace, runs[0]))
     last = runs[-1].output()
     norm = next((e for e in after if scope.is_norm(e) and (read := hidden_input(e)) and same(read[1], last)), None)
     if norm is None:
@@ -168,7 +166,7 @@ def _trunk(
         whole = trace.events[0]
         slot = next((s for s, v in whole.outputs if v.shape[-1] == sizes["vocab_size"]), "logits")
         sites["logits"] = ModuleSite("", "output", slot)
-    return Part("", 0, _in_forward_order(sites), absent, modules), summands, sizes
+    return Part("", 0, _in_forward_order(sites), absent, modules), entry, sizes
 
 
 def _outputs(trace: Trace, n_pos: int) -> dict[str, tuple[ModuleSite, int]]:
@@ -206,22 +204,21 @@ def _reads_ids(event: Event, ids: Tensor) -> bool:
     return leaf and reads and event.output() is not None
 
 
-def _summands(before: Sequence[Event], residual: Value | None) -> tuple[str, ...]:
-    """The embedding modules whose outputs add up to the first residual; the first alone where it is the residual."""
-    tables = [e for e in before if isinstance(e.module, nn.Embedding) or _integer_input(e)]
-    if residual is None or not tables:
-        return ()
-    outputs = [(e.name, e.output()) for e in tables]
-    wide = [(n, v.data) for n, v in outputs if v is not None and _broadcasts(v.shape, residual.shape)]
+def _entry(before: Sequence[Event], first: Scope) -> Entry:
+    """Which embedding modules' outputs make the first residual, with what factor, and under which norm."""
+    residual = first.residual[1]
+    norm = next((e for e in before if first.is_norm(e) and same(e.output(), residual)), None)
+    read = hidden_input(norm) if norm is not None else None
+    target = read[1] if read is not None else residual
+    outputs = [(e.name, e.output()) for e in before if isinstance(e.module, nn.Embedding) or _integer_input(e)]
+    wide = [(n, v.data) for n, v in outputs if v is not None and _broadcasts(v.shape, target.shape)]
     for take in range(1, len(wide) + 1):
-        total = sum(v for _, v in wide[:take])
-        if (
-            isinstance(total, Tensor)
-            and total.shape == residual.shape
-            and torch.allclose(total, residual.data, rtol=1e-2, atol=1e-5)
-        ):
-            return tuple(n for n, _ in wide[:take])
-    return ()
+        total = torch.stack([v.expand_as(target.data) for _, v in wide[:take]]).sum(0)
+        scale = float((total * target.data).sum() / total.pow(2).sum().clamp_min(1e-30))
+        scale = 1.0 if abs(scale - 1) < 1e-2 else scale
+        if torch.allclose(scale * total, target.data, rtol=1e-2, atol=1e-5):
+            return Entry(tuple(n for n, _ in wide[:take]), scale, norm.name if norm is not None else None)
+    return Entry()
 
 
 def _broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
