@@ -147,7 +147,7 @@ def test_a_table_that_is_out_of_date_is_found_out(tmp_path, monkeypatch, capsys)
     tables["main"].__globals__["DOCS"] = tmp_path
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     assert tables["main"]() == 1
-    assert capsys.readouterr().out == "proof.md: tolerances\n"
+    assert "proof.md: tolerances\n" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["tables.py"])
     assert tables["main"]() == 0
     assert "`float64`" in (tmp_path / "proof.md").read_text(encoding="utf-8")
