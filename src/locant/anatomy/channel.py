@@ -163,7 +163,7 @@ def _branch_site(value: Value, linears: list[Event], scope: Scope) -> tuple[Modu
     event, index = source
     output = event.output()
     whole = output is not None and len(index) == output.shape[-1]
-    return output_site(event, View(channels=None if whole else Channels.of([index]))), event.name
+    return output_site(event, View(channels=None if whole else Channels.of(index))), event.name
 
 
 def _choice(event: Event) -> tuple[tuple[object, Value], tuple[object, Value]] | None:

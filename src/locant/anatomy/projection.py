@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ def find_projection(
                 continue
             if torch.equal(index.flatten(), torch.arange(output.shape[-1])):
                 return event, None
-            if channels := Channels.of(index.tolist()):
+            once = index.unique_consecutive(dim=0)  # a head repeated over its query group is one head
+            if channels := Channels.of(once.flatten().tolist()):
                 return event, channels
         return None
     return None
@@ -63,20 +65,20 @@ def _is_copy(value: Value, origin: Value) -> bool:
 
 def heads_before_repeat(value: Value) -> int:
     """Heads of ``[batch, head, pos, d]`` (of one prompt) before they were repeated over their query groups."""
-    n_heads, n_pos, width = value.shape[-3:]
-    current: Value | None = value
-    while current is not None:
-        shape = current.shape
-        if len(shape) == 4 and shape[2:] == (n_pos, width):
-            n_heads = min(n_heads, shape[1])
-        step = current.producer
-        current = next((v for _, v in step.inputs), None) if step is not None and step.name in _MOVES else None
-    return n_heads
+    repeats, current = 1, value
+    while (step := current.producer) is not None and step.name in _MOVES and step.inputs:
+        before = step.inputs[0][1]
+        if step.name in ("repeat", "repeat_interleave"):
+            repeats = max(repeats, current.tensor.numel() // before.tensor.numel())
+        sizes = zip(current.shape, current.tensor.stride(), strict=True)
+        repeats = max(repeats, prod(size for size, stride in sizes if stride == 0))
+        current = before
+    return value.shape[-3] // repeats
 
 
 _MOVES = frozenset(
     "view reshape flatten unflatten transpose permute movedim swapaxes swapdims contiguous clone split chunk "
-    "tensor_split unbind narrow select __getitem__ squeeze unsqueeze expand expand_as repeat_interleave "
+    "tensor_split unbind narrow select __getitem__ squeeze unsqueeze expand expand_as repeat_interleave repeat "
     "view_as broadcast_to __get__".split()
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -23,19 +24,16 @@ class Channels:
     groups: int = 1
 
     @classmethod
-    def of(cls, index: Sequence[Sequence[int]]) -> Channels | None:
-        """The layout of ``index[head][channel]``, or ``None`` if its runs are not evenly spaced."""
-        width, groups = len(index[0]), len(index)
-        start = index[0][0]
-        stride = index[1][0] - start if groups > 1 else width
-        even = all(
-            list(run) == list(range(start + g * stride, start + g * stride + width)) for g, run in enumerate(index)
-        )
-        if not even or stride < width:
+    def of(cls, index: Sequence[int]) -> Channels | None:
+        """The layout of the channels `index`, or ``None`` if they are not equal runs, evenly spaced."""
+        breaks = [i for i in range(1, len(index)) if index[i] != index[i - 1] + 1]
+        starts = [index[i] for i in (0, *breaks)]
+        widths = {b - a for a, b in pairwise((0, *breaks, len(index)))}
+        strides = {b - a for a, b in pairwise(starts)}
+        if len(widths) > 1 or len(strides) > 1 or (strides and min(strides) < max(widths)):
             return None
-        if stride == width:
-            return cls(start, width * groups, width * groups)
-        return cls(start, width, stride, groups)
+        width = widths.pop()
+        return cls(starts[0], width, strides.pop() if strides else width, len(starts))
 
     @property
     def size(self) -> int:
