@@ -302,6 +302,22 @@ def test_a_contribution_with_a_multiplier_that_is_not_there_is_refused(monkeypat
     assert_refused(surveyed_as(monkeypatch, hf, wrong), name)
 
 
+@pytest.mark.parametrize("name", ["attn_out_post", "mlp_out_post"])
+@pytest.mark.parametrize("family", ["llama", "gptj", "mixtral"])
+def test_a_wrong_multiplier_is_not_served_however_small_the_contribution(monkeypatch, family, name):
+    hf = families.fresh(family)
+    with torch.no_grad():
+        for path, weight in hf.named_parameters():
+            if any(out in path for out in ("o_proj", "out_proj", "down_proj", "fc_out")):
+                weight.mul_(1e-6)
+    anatomy = survey(hf)
+    site = anatomy.site(Address(name, LAYER))
+    wrong = with_sites(anatomy, {Address(name, LAYER): replace(site, view=replace(site.view, scale=0.9))})
+    model = surveyed_as(monkeypatch, hf, wrong)
+    assert model.refuses(f"{name}.{LAYER}")
+    assert model.refuses(f"resid_post.{LAYER}") is None
+
+
 def test_a_forgotten_position_embedding_is_noticed(monkeypatch):
     hf = families.tiny("gpt2")
     anatomy = survey(hf)

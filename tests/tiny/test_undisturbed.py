@@ -201,3 +201,39 @@ def test_threads_that_capture_on_one_model_get_the_values_of_one_thread(attentio
         thread.join()
     assert not wrong
     assert not function_modes()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_forward_of_the_users_own_in_another_thread_is_neither_read_nor_stopped(attention):
+    model = locant.load_model(families.fresh("llama", attention))
+    ids = token_ids(seed=1, length=5)
+    wanted = model.capture(ids, EVERYTHING)
+    own = token_ids(seed=2, length=8)
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return model.hf(own, use_cache=False).logits
+
+    logits = forward()
+    done = threading.Event()
+    wrong: list[str] = []
+
+    def serve() -> None:
+        while not done.is_set():
+            try:
+                if not torch.equal(forward(), logits):
+                    wrong.append("other logits")
+            except BaseException as error:  # noqa: BLE001 - whatever reached the user's thread
+                wrong.append(repr(error))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        for _ in range(40):
+            for address, tensor in model.capture(ids, EVERYTHING[:-1]).items():
+                if not torch.equal(tensor, wanted[address]):
+                    wrong.append(str(address))
+    finally:
+        done.set()
+        thread.join()
+    assert not wrong
