@@ -315,7 +315,6 @@ def test_a_wrong_multiplier_is_not_served_however_small_the_contribution(monkeyp
     wrong = with_sites(anatomy, {Address(name, LAYER): replace(site, view=replace(site.view, scale=0.9))})
     model = surveyed_as(monkeypatch, hf, wrong)
     assert model.refuses(f"{name}.{LAYER}")
-    assert model.refuses(f"resid_post.{LAYER}") is None
 
 
 def test_a_forgotten_position_embedding_is_noticed(monkeypatch):
