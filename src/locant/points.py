@@ -281,7 +281,7 @@ _ROWS = (
            takes_stream=True),
     _trunk("final_norm", _MODEL, "final_norm", ("final_norm", "unembedding"),
            "The output of the trunk's last norm."),
-    _trunk("lm_head", _VOCABULARY, "unembedding", ("unembedding",),
+    _trunk("lm_head", _VOCABULARY, "unembedding", ("unembedding", "logits"),
            "The bare unembedding, before the family's own scaling and soft-capping.", vllm=_FUSED_LOGITS),
     _trunk("logits", _VOCABULARY, "unembedding", ("logits",),
            "The model's logits, after the family's own scaling and soft-capping."),

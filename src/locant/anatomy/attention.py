@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from locant.anatomy.projection import find_projection, heads_before_repeat
 from locant.anatomy.sites import ModuleSite, OpSite, Site, View
-from locant.anatomy.structure import CONTRACTIONS, Scope, hidden_input, input_site, is_linear, output_site
+from locant.anatomy.structure import CONTRACTIONS, Scope, hidden_input, input_site, is_linear, output_site, rows
 from locant.anatomy.trace import Event, Value, same
 
 FUSED = "scaled_dot_product_attention"
@@ -163,18 +163,19 @@ def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
     n_pos = scope.residual[1].shape[1]
     for name, own in back.items():
         others = {id(v) for other, values in back.items() if other != name for v in values}
-        only = [v for v in own if id(v) not in others]
+        only = [core.value] if name == "value" else [v for v in own if id(v) not in others]
         projection = find_projection(only, own, linears, n_pos)
         if projection is not None:
             event, channels = projection
-            found.sites[name] = output_site(event, View(_row_layout(event), channels))
+            found.sites[name] = output_site(event, replace(rows(event.outputs[0][1]), channels=channels))
             handed, taken = hidden_input(mixer), hidden_input(event)
             if handed is not None and taken is not None and same(handed[1], taken[1]):
                 found.modules[f"w_{name[0]}"] = event.name
     norms = [e for e in scope.norms if mixer.index < e.index < core.scores.index]
     for name, short in (("query", "q"), ("key", "k")):
         reach = {id(v) for v in back[name]} - {id(v) for other, vs in back.items() if other != name for v in vs}
-        norm = next((e for e in norms if id(e.output()) in reach), None)
+        late = [e.index for e in linears if id(e.output()) in {id(v) for v in back[name]}]
+        norm = next((e for e in norms if id(e.output()) in reach and e.index > max(late, default=0)), None)
         if norm is not None:
             layout = _head_layout(norm.output(), n_pos)
             found.sites[f"{short}_norm_in"] = input_site(norm, View(layout))
@@ -187,11 +188,6 @@ def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
     for name in ("query", "key"):
         if name not in found.sites:
             found.absent[name] = f"no single projection holds the {name} before its position encoding"
-
-
-def _row_layout(event: Event) -> Any:
-    output = event.output()
-    return "flat" if output is not None and output.tensor.dim() == 2 else "tokens"
 
 
 def _head_layout(value: Value | None, n_pos: int) -> Any:
@@ -208,8 +204,8 @@ def _output(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
         return
     w_o: Event = linears[-1]
     found.modules["w_o"] = w_o.name
-    found.sites["z"] = input_site(w_o, View(_row_layout(w_o)))
-    found.sites["attn_out"] = output_site(w_o, View(_row_layout(w_o)))
+    found.sites["z"] = input_site(w_o)
+    found.sites["attn_out"] = output_site(w_o)
     found.sites["attn_out_post"] = contribution(scope, w_o, found, "attn_post_norm")
 
 
@@ -221,4 +217,5 @@ def contribution(scope: Scope, raw: Event, found: Found, role: str) -> ModuleSit
         found.modules[role] = norm.name
         source = norm
     scale = scope.multiplier(source.output())
-    return output_site(source, View(_row_layout(source), scale=scale))
+    value = source.output()
+    return output_site(source, replace(rows(value), scale=scale) if value is not None else None)

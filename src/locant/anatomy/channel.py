@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from locant.anatomy.attention import Found, contribution
 from locant.anatomy.projection import channel_index
 from locant.anatomy.sites import Channels, ModuleSite, OpSite, Site, View
-from locant.anatomy.structure import PRODUCTS, Scope, hidden_input, input_site, is_linear, output_site
+from locant.anatomy.structure import PRODUCTS, Scope, hidden_input, input_site, is_linear, output_site, rows
 from locant.anatomy.trace import Event, Trace, Value, same
 
 _NEURONS = ("mlp_pre", "mlp_pre_linear", "mlp_act")
@@ -163,7 +163,8 @@ def _branch_site(value: Value, linears: list[Event], scope: Scope) -> tuple[Modu
     event, index = source
     output = event.output()
     whole = output is not None and len(index) == output.shape[-1]
-    return output_site(event, View(channels=None if whole else Channels.of(index))), event.name
+    view = View() if output is None else rows(output)
+    return output_site(event, replace(view, channels=None if whole else Channels.of(index))), event.name
 
 
 def _choice(event: Event) -> tuple[tuple[object, Value], tuple[object, Value]] | None:

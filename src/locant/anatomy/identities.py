@@ -67,14 +67,15 @@ def _final_norm(e: Evidence) -> list[Equation]:
     return [trunk.equal(trunk.get("final_norm"), normed, "final_norm", others=(block.address("resid_post"),))]
 
 
-@_identity("unembedding", "lm_head = W_U final_norm", doubt_from=())
+@_identity("unembedding", "lm_head = W_U (scale · final_norm)", doubt_from=())
 def _unembedding(e: Evidence) -> list[Equation]:
-    if not e.has("final_norm", "lm_head"):
+    scale = e.part.constants.get("unembedding_scale")
+    if scale is None or not e.has("final_norm", "lm_head"):
         return []
-    return [e.equal(e.get("lm_head"), e.call("lm_head", e.get("final_norm")), "lm_head", "final_norm")]
+    return [e.equal(e.get("lm_head"), e.call("lm_head", e.get("final_norm") * scale), "lm_head", "final_norm")]
 
 
-@_identity("logits", "logits = cap(scale · lm_head)")
+@_identity("logits", "logits = cap(scale · lm_head)", doubt_from=())
 def _logits(e: Evidence) -> list[Equation]:
     if not e.has("lm_head", "logits"):
         return []
@@ -181,7 +182,7 @@ def _qk_norm(e: Evidence) -> list[Equation]:
     return found
 
 
-@_identity("rotation", "query_rotated = R(position) query: equal at position 0, of equal length everywhere")
+@_identity("rotation", "query_rotated = scale · R(position) query: equal at position 0, of equal length everywhere")
 def _rotation(e: Evidence) -> list[Equation]:
     found = []
     for name in ("query", "key"):
@@ -189,9 +190,23 @@ def _rotation(e: Evidence) -> list[Equation]:
         names = (source, f"{name}_rotated")
         if e.has(*names):
             before, after = map(e.by_head, names)
-            found.append(e.equal(after[:, :, 0], before[:, :, 0], *names))
+            before = before * _one_scale(before[:, :, 0], after[:, :, 0])
+            found.append(_at_start(e, before[:, :, 0], after[:, :, 0], names))
             found.append(e.equal(after.norm(dim=-1), before.norm(dim=-1), *names))
     return found
+
+
+def _one_scale(before: Tensor, after: Tensor) -> float:
+    """The one number some families scale all queries (or keys) by before they attend; 1 for most."""
+    scale = float(after.norm() / before.norm().clamp_min(1e-30))
+    return 1.0 if abs(scale - 1) < 1e-2 else scale
+
+
+def _at_start(e: Evidence, before: Tensor, after: Tensor, names: tuple[str, str]) -> Equation:
+    """Position 0 is rotated by nothing; some families change the order of a head's channels on the way."""
+    as_is = e.equal(after, before, *names)
+    reordered = e.equal(after.sort(-1).values, before.sort(-1).values, *names)
+    return as_is if as_is.error <= 2 * reordered.error else reordered
 
 
 @_identity("scores", "attn_scores = scale · query_rotated · key_rotated (capped, masked)")

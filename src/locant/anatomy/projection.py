@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -54,25 +55,25 @@ def channel_index(value: Value, output: Value, n_pos: int) -> Tensor | None:
 
 def _is_copy(value: Value, origin: Value) -> bool:
     """`value` holds numbers of `origin`, moved about but not computed with."""
-    current: Value | None = value
-    while current is not None and current is not origin:
-        step = current.producer
-        if step is None or step.name not in _MOVES:
-            return False
-        current = next((v for _, v in step.inputs), None)
-    return current is origin
+    return any(v is origin for v in moved_from(value))
+
+
+def moved_from(value: Value) -> list[Value]:
+    """`value` and everything it is an untouched copy or view of, nearest first."""
+    chain = [value]
+    while (step := chain[-1].producer) is not None and step.name in _MOVES and step.inputs:
+        chain.append(step.inputs[0][1])
+    return chain
 
 
 def heads_before_repeat(value: Value) -> int:
     """Heads of ``[batch, head, pos, d]`` (of one prompt) before they were repeated over their query groups."""
-    repeats, current = 1, value
-    while (step := current.producer) is not None and step.name in _MOVES and step.inputs:
-        before = step.inputs[0][1]
-        if step.name in ("repeat", "repeat_interleave"):
-            repeats = max(repeats, current.tensor.numel() // before.tensor.numel())
-        sizes = zip(current.shape, current.tensor.stride(), strict=True)
+    repeats, chain = 1, moved_from(value)
+    for after, before in pairwise(chain):
+        if after.producer is not None and after.producer.name in ("repeat", "repeat_interleave"):
+            repeats = max(repeats, after.tensor.numel() // before.tensor.numel())
+        sizes = zip(after.shape, after.tensor.stride(), strict=True)
         repeats = max(repeats, prod(size for size, stride in sizes if stride == 0))
-        current = before
     return value.shape[-3] // repeats
 
 

@@ -98,7 +98,7 @@ def is_linear(event: Event) -> bool:
 def output_site(event: Event, view: View | None = None) -> ModuleSite:
     """Where the first tensor that `event` returns is read."""
     slot, value = next((s, v) for s, v in event.outputs if v is event.output())
-    return ModuleSite(event.name, "output", slot, event.call, view or View(), value.overwritten)
+    return ModuleSite(event.name, "output", slot, event.call, view or rows(value), value.overwritten)
 
 
 def input_site(event: Event, view: View | None = None) -> ModuleSite:
@@ -106,7 +106,14 @@ def input_site(event: Event, view: View | None = None) -> ModuleSite:
     found = hidden_input(event)
     assert found is not None, "an input site is asked for where there is an input"
     slot, value = found
-    return ModuleSite(event.name, "input", slot, event.call, view or View(), value.overwritten)
+    return ModuleSite(event.name, "input", slot, event.call, view or rows(value), value.overwritten)
+
+
+def rows(value: Value) -> View:
+    """The view of a tensor with one row per token: ``[batch, pos, d]``, folded or not."""
+    if value.tensor.dim() == 4 and value.shape[1] == 1:
+        return View("heads_first")
+    return View("flat" if value.tensor.dim() == 2 else "tokens")
 
 
 def _ignores_scale(module: nn.Module, rows: Tensor) -> bool:

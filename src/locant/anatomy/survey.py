@@ -155,6 +155,7 @@ def _trunk(
         modules["final_norm"] = norm.name
 
     head = next((e for e in reversed(after) if is_linear(e)), None)
+    constants = _unembedding_scale(norm, head)
     unembedded = head.output() if head is not None else None
     sizes: dict[str, Any] = {"d_model": scope.residual[1].shape[-1], "n_ctx": _context(model)}
     if head is None or unembedded is None:
@@ -166,7 +167,19 @@ def _trunk(
         whole = trace.events[0]
         slot = next((s for s, v in whole.outputs if v.shape[-1] == sizes["vocab_size"]), "logits")
         sites["logits"] = ModuleSite("", "output", slot)
-    return Part("", 0, _in_forward_order(sites), absent, modules), entry, sizes
+    return Part("", 0, _in_forward_order(sites), absent, modules, constants), entry, sizes
+
+
+def _unembedding_scale(norm: Event | None, head: Event | None) -> dict[str, float]:
+    """What the final norm's output is multiplied by before it is unembedded; nothing where more than that happens."""
+    given = norm.output() if norm is not None else None
+    taken = hidden_input(head) if head is not None else None
+    if given is None or taken is None or given.shape != taken[1].shape:
+        return {}
+    a, b = given.data.flatten().double(), taken[1].data.flatten().double()
+    scale = float((a @ b) / (a @ a).clamp_min(1e-30))
+    scale = 1.0 if abs(scale - 1) < 1e-3 else scale
+    return {"unembedding_scale": scale} if torch.allclose(scale * a, b, rtol=1e-2, atol=1e-2 * float(b.std())) else {}
 
 
 def _outputs(trace: Trace, n_pos: int) -> dict[str, tuple[ModuleSite, int]]:

@@ -154,13 +154,15 @@ class EagerModel:
                 f"unembedding vectors of width {residuals.shape[-1]}",
                 has=f"the residual is {self.facts.d_model} wide",
             )
-        modules = self.anatomy.trunk.modules
-        if "lm_head" not in modules:
-            raise PointUnavailable("unembed", has=self.anatomy.trunk.absent.get("lm_head"))
+        trunk = self.anatomy.trunk
+        modules, scale = trunk.modules, trunk.constants.get("unembedding_scale")
+        if "lm_head" not in modules or ("final_norm" in modules and scale is None):
+            reason = trunk.absent.get("lm_head", "this model computes more than a norm between its residual and W_U")
+            raise PointUnavailable("unembed", has=reason, instead="capture logits")
         head = self.hf.get_submodule(modules["lm_head"])
         values = residuals
         if "final_norm" in modules:
-            values = self.hf.get_submodule(modules["final_norm"])(values)
+            values = self.hf.get_submodule(modules["final_norm"])(values) * (scale or 1.0)
         return self.anatomy.shape_logits(head(values))
 
     def tokens(self, prompts: Prompts, prepend_bos: bool = True) -> tuple[tuple[int, ...], ...]:
