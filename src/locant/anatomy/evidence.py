@@ -7,7 +7,8 @@ hundred times larger than the rest, and one scale for all would hide every other
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -123,26 +124,35 @@ class Evidence:
         return Equation(members, _finite(((a - b).abs() / scale.clamp_min(floor)).max()), bool(scale.max() == 0))
 
     def summed(self, total: str, *terms: str) -> Equation:
-        """The points `terms` add up to `total`, relative to the smallest of them.
+        """The points `terms` add up to `total`.
 
-        A contribution far smaller than the residual could be anything within the rounding of the sum, so a row
-        counts only where its smallest term stands out of that rounding; where none does, it proves nothing.
+        Added in the model's own dtype they give `total` bit for bit, in some order, and that tells something as long
+        as leaving one out would not. Where they do not, the error is relative to the smallest term, and a row counts
+        only where that term stands out of the rounding of the sum; where none does, the identity proves nothing.
         """
         members = frozenset(map(self.address, (total, *terms)))
-        whole = self.get(total)
-        shapes = {self.get(t).shape for t in (total, *terms)}
-        if len(shapes) > 1:
+        whole, parts = self.get(total), [self.get(t) for t in terms]
+        if any(part.shape != whole.shape for part in parts):
             return Equation(members, float("inf"))
-        parts = torch.stack([wide(self.get(t)) for t in terms])
-        rest = (wide(whole) - parts.sum(0)).abs().amax(-1)
-        rounding = 4 * torch.finfo(whole.dtype).eps * torch.maximum(parts.abs().amax(0), wide(whole).abs()).amax(-1)
-        smallest = parts.abs().amax(-1).amin(0)
+        orders = list(permutations(parts))
+        if any(torch.equal(sum(order[1:], order[0]), whole) for order in orders):
+            idle = any(torch.equal(sum(order[1:-1], order[0]), whole) for order in orders)
+            return Equation(members, 0.0, idle)
+        stacked = torch.stack([wide(part) for part in parts])
+        rest = (wide(whole) - stacked.sum(0)).abs().amax(-1)
+        largest = torch.maximum(stacked.abs().amax(0), wide(whole).abs()).amax(-1)
+        rounding = 4 * torch.finfo(whole.dtype).eps * largest
+        smallest = stacked.abs().amax(-1).amin(0)
         excess = (rest - rounding).clamp_min(0)
         telling = smallest > 10 * rounding
         if not bool(telling.any()):
             trivial = bool((excess == 0).all())
             return Equation(members, 0.0 if trivial else float("inf"), trivial)
         return Equation(members, _finite((excess / smallest.clamp_min(1e-30))[telling].max()))
+
+    def by_construction(self, equation: Equation) -> Equation:
+        """The same equation where both its sides are read at one site, so that it proves nothing by holding."""
+        return replace(equation, vacuous=True)
 
     def fails(self, *names: str) -> Equation:
         return Equation(frozenset(map(self.address, names)), float("inf"))

@@ -277,7 +277,8 @@ def _contribution(e: Evidence, sublayer: str) -> list[Equation]:
     value = e.get(names[1])
     if e.plays(f"{sublayer}_post_norm"):
         value = e.call(f"{sublayer}_post_norm", value)
-    return [e.equal(e.get(names[0]), value * e.part.sites[names[0]].view.scale, *names)]
+    equation = e.equal(e.get(names[0]), value * e.part.sites[names[0]].view.scale, *names)
+    return [equation if e.plays(f"{sublayer}_post_norm") else e.by_construction(equation)]
 
 
 # ------------------------------------------------------------------------------------------------ the MLP

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeGuard
@@ -65,12 +65,12 @@ class Encoder:
     """Turns prompts into a batch for one model.
 
     Attributes:
-        vocabulary: ids the embedding has a row for.
+        vocabulary: how many ids the embedding has a row for, now.
         context: the most tokens a prompt may have, where the model states it.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
-    vocabulary: int
+    vocabulary: Callable[[], int]
     context: int | None
 
     def batch(self, prompts: Prompts, prepend_bos: bool = True) -> Batch:
@@ -88,8 +88,9 @@ class Encoder:
         each = [self._ids(p, i, prepend_bos) for i, p in enumerate(_separate(prompts))]
         if not each:
             raise PromptError("no prompts: the list is empty", instead="pass at least one prompt")
+        vocabulary = self.vocabulary()
         for i, ids in enumerate(each):
-            self._check(ids, i)
+            self._check(ids, i, vocabulary)
         return Batch(tuple(each))
 
     def strings(self, ids: Sequence[int]) -> list[str]:
@@ -159,14 +160,14 @@ class Encoder:
             )
         return self.tokenizer
 
-    def _check(self, ids: Sequence[int], index: int) -> None:
+    def _check(self, ids: Sequence[int], index: int, vocabulary: int) -> None:
         if not ids:
             raise PromptError(f"prompt {index} is empty: it has no tokens", instead="pass at least one token")
-        outside = next((i for i in ids if not 0 <= i < self.vocabulary), None)
+        outside = next((i for i in ids if not 0 <= i < vocabulary), None)
         if outside is not None:
             raise PromptError(
                 f"prompt {index} holds token id {outside}",
-                has=f"the vocabulary has ids 0 to {self.vocabulary - 1}",
+                has=f"the vocabulary has ids 0 to {vocabulary - 1}",
                 instead="check that these ids come from this model's tokenizer",
             )
         if self.context is not None and len(ids) > self.context:

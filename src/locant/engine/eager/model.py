@@ -173,8 +173,7 @@ class EagerModel:
 
     @cached_property
     def _encoder(self) -> Encoder:
-        rows = embedding_weight(self.hf).shape[0]
-        return Encoder(self.tokenizer, rows, self.facts.n_ctx)
+        return Encoder(self.tokenizer, lambda: embedding_weight(self.hf).shape[0], self.facts.n_ctx)
 
     def _examine(self) -> Catalogue:
         with self._undisturbed(grad=False):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from copy import copy
 from itertools import count
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ class _Run:
     ) -> None:
         self.read: dict[Address, Tensor] = {}
         self.grad = grad
+        self.thread = get_ident()
         self._addresses = sites
         self._copied = copied
         self._batch = batch
@@ -142,6 +144,8 @@ def _watch(module: nn.Module, sites: Iterable[Site], run: _Run, hooks: ExitStack
     entered, left = count(), count()
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if get_ident() != run.thread:
+            return None  # somebody else's forward of the same model
         call = next(entered)
         for site in inputs:
             if site.call == call:
@@ -154,6 +158,8 @@ def _watch(module: nn.Module, sites: Iterable[Site], run: _Run, hooks: ExitStack
         return args, kwargs
 
     def leave(_: nn.Module, _args: object, output: Any) -> Any:
+        if get_ident() != run.thread:
+            return None
         if inside:
             run.leave()
         call = next(left)
