@@ -75,6 +75,16 @@ FAMILIES = {
     "phi3": Family("Phi3ForCausalLM", {"head_dim": 16, "rope_parameters": _rope(partial_rotary_factor=0.5)}),
     "mixtral": Family("MixtralForCausalLM", {**_ROUTED, "head_dim": 16}),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", {**_ROUTED, "head_dim": 16, "mlp_only_layers": [1]}),
+    "granite": Family(
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.5,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "cohere": Family("CohereForCausalLM", {"logit_scale": 0.25}),
     "falcon": Family("FalconForCausalLM", {"multi_query": True, "parallel_attn": True, "bias": True}),
     "falcon_grouped": Family(
         "FalconForCausalLM", {"multi_query": False, "new_decoder_architecture": True, "num_kv_heads": KV_HEADS}

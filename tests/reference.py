@@ -78,6 +78,7 @@ STYLES = {
         packing="groups",
         out="dense",
     ),
+    "cohere": Style(norms=("input_layernorm", None, "input_layernorm", None), norm="layer", rotation="pairs"),
     "falcon": Style(
         **_PLAIN_MLP,
         **_TRANSFORMER,
@@ -166,7 +167,9 @@ class Reference:
             embedded = embedded * torch.tensor(self.config.hidden_size**0.5).to(table.dtype).float()
         tape["embeddings"] = embedded
         positions = self.weights.get(f"{self.style.trunk}.wpe.weight")
-        return embedded if positions is None else embedded + positions[: ids.shape[1]].float()
+        if positions is not None:
+            return embedded + positions[: ids.shape[1]].float()
+        return embedded * self._config("embedding_multiplier", default=1.0)
 
     def _unembed(self, residual: Tensor, tape: dict[str, Tensor]) -> None:
         style = self.style
@@ -175,7 +178,8 @@ class Reference:
         unembedded = F.linear(normed, self._weight(f"{head}.weight"), self._optional(f"{head}.bias"))
         tape["lm_head"] = unembedded
         cap = self._config("final_logit_softcapping", default=None)
-        tape["logits"] = unembedded if cap is None else cap * torch.tanh(unembedded / cap)
+        scaled = unembedded * self._config("logit_scale", default=1.0) / self._config("logits_scaling", default=1.0)
+        tape["logits"] = scaled if cap is None else cap * torch.tanh(scaled / cap)
 
     # ---- one block
 
@@ -186,19 +190,20 @@ class Reference:
         put.resid_pre = residual
         put.attn_in = self._norm(residual, before)
         put.attn_out = self._attention(layer, f"{path}.{self.style.attention}", put.attn_in, put)
-        put.attn_out_post = self._norm(put.attn_out, after)
+        multiplier = self._config("residual_multiplier", default=1.0)
+        put.attn_out_post = self._norm(put.attn_out, after) * multiplier
         middle = residual + put.attn_out_post
         if not self._parallel():
             put.resid_mid = middle
         put.mlp_in = self._norm(residual if self._parallel() else middle, before_mlp)
         put.mlp_out = self._mlp(f"{path}.mlp", put.mlp_in, put)
-        put.mlp_out_post = self._norm(put.mlp_out, after_mlp)
+        put.mlp_out_post = self._norm(put.mlp_out, after_mlp) * multiplier
         put.resid_post = middle + put.mlp_out_post
         return put.resid_post
 
     def _parallel(self) -> bool:
         by_config = self._config("use_parallel_residual", "parallel_attn", default=False)
-        return by_config or self.config.model_type == "gptj"
+        return by_config or self.config.model_type in ("gptj", "cohere")
 
     def _attention(self, layer: int, path: str, x: Tensor, put: "_Notes") -> Tensor:
         query, key, value = self._project(path, x)
@@ -212,8 +217,8 @@ class Reference:
         put.query_rotated, put.key_rotated = _flat(query), _flat(key)
         group = self.n_heads // self.n_kv_heads  # query head h reads the key head h // group
         key, spread = (t.repeat_interleave(group, 1) for t in (key, _heads(value, self.n_kv_heads)))
-        scale = self._config("query_pre_attn_scalar", default=self.d_head) ** -0.5
-        scores = query @ key.transpose(-1, -2) * scale
+        by_width = self._config("query_pre_attn_scalar", default=self.d_head) ** -0.5
+        scores = query @ key.transpose(-1, -2) * self._config("attention_multiplier", default=by_width)
         cap = self._config("attn_logit_softcapping", default=None)
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
@@ -296,7 +301,8 @@ class Reference:
             x = x - x.mean(-1, keepdim=True)
         x = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
         if self.style.norm == "layer":
-            return x * weight + self._weight(f"{path}.bias")
+            bias = self._optional(f"{path}.bias")
+            return x * weight if bias is None else x * weight + bias
         return x * (1 + weight if self.style.norm == "gemma" else weight)
 
     def _head_norm(self, x: Tensor, path: str) -> Tensor:

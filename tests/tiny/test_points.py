@@ -39,6 +39,8 @@ BESIDES = {
     "phi3": SEQUENTIAL | GATED,
     "mixtral": SEQUENTIAL | ROUTED,
     "qwen3_moe": SEQUENTIAL | NORMED | ROUTED,
+    "granite": SEQUENTIAL | GATED,
+    "cohere": GATED,
     "falcon": PLAIN,
     "falcon_grouped": PLAIN,
 }
@@ -163,7 +165,7 @@ def test_the_reference_tells_wrong_tensors_apart():
         }
         if style.startswith("GPT2"):
             allowed |= {frozenset(("query", "query_rotated")), frozenset(("key", "key_rotated"))}
-        if family in ("gptj", "falcon"):
+        if family in ("gptj", "cohere", "falcon"):
             allowed.add(frozenset(("attn_in", "mlp_in")))
         if family == "olmo2":
             allowed |= {frozenset(("resid_pre", "attn_in")), frozenset(("resid_mid", "mlp_in"))}

@@ -293,7 +293,7 @@ def test_wrong_arithmetic_from_the_unembedding_to_the_logits_is_refused(monkeypa
 
 
 @pytest.mark.parametrize("name", ["attn_out_post", "mlp_out_post"])
-@pytest.mark.parametrize("family", ["llama", "gptj", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gptj", "gemma2", "granite"])
 def test_a_contribution_with_a_multiplier_that_is_not_there_is_refused(monkeypatch, family, name):
     hf = families.tiny(family)
     anatomy = survey(hf)

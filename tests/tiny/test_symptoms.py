@@ -93,9 +93,10 @@ def test_a_negative_layer_counts_from_the_wrong_end(layer):
     assert m.refuses(("resid_post", layer))
 
 
-def test_embeddings_are_taken_for_the_first_residual():
-    cache = loaded("gpt2").capture(token_ids(), ["embeddings", "resid_pre.0"])
-    tape = by_hand("gpt2")
+@pytest.mark.parametrize("family", ["gpt2", "granite"])
+def test_embeddings_are_taken_for_the_first_residual(family):
+    cache = loaded(family).capture(token_ids(), ["embeddings", "resid_pre.0"])
+    tape = by_hand(family)
     assert far(tape["embeddings"], tape["resid_pre.0"])
     for name in ("embeddings", "resid_pre.0"):
         assert_close(cache[name], tape[name])
@@ -194,12 +195,31 @@ def test_a_local_layer_attends_past_its_window(family, attention, local):
         assert bool((past == 0).all()) == (layer in local)
 
 
-def test_the_soft_cap_of_the_logits_is_folded_into_the_unembedding():
-    m = loaded("gemma2")
+@pytest.mark.parametrize("name", ["attn_out", "mlp_out"])
+def test_the_multiplier_of_what_a_sublayer_adds_is_left_out(name):
+    """The two point the same way, so only their sizes can tell."""
+    cache = loaded("granite").capture(token_ids(), [f"{name}.1", f"{name}_post.1"])
+    raw, added = cache.values()
+    assert_close(added, 0.22 * raw)
+    assert_close(torch.cosine_similarity(raw, added, dim=-1), torch.ones(2, 9))
+    assert_close(added, by_hand("granite")[f"{name}_post.1"])
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("gemma2", lambda x: 3 * torch.tanh(x / 3)),
+        ("gemma3_text", lambda x: 3 * torch.tanh(x / 3)),
+        ("granite", lambda x: x / 4),
+        ("cohere", lambda x: x * 0.25),
+    ],
+)
+def test_what_a_family_does_to_its_logits_is_folded_into_the_unembedding(family, shape):
+    m = loaded(family)
     cache = m.capture(token_ids(), ["final_norm", "lm_head", "logits"])
     bare = cache["final_norm"] @ m.hf.lm_head.weight.detach().T
     assert_close(cache["lm_head"], bare)
-    assert_close(cache["logits"], 3 * torch.tanh(bare / 3))
+    assert_close(cache["logits"], shape(bare))
     assert far(cache["logits"], cache["lm_head"])
     with torch.no_grad():
         assert torch.equal(cache["logits"], m.hf(token_ids(), use_cache=False).logits)
