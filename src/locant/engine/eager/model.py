@@ -6,6 +6,7 @@ import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -62,7 +63,17 @@ class EagerModel:
         self.revision = revision or getattr(self.hf.config, "_commit_hash", None)
         self._lock = threading.RLock()
         self._plans: dict[object, tuple[Plan, Taps]] = {}
-        self._catalogue = self._examine()
+        self.examine()
+
+    def examine(self) -> None:
+        """Find and prove the points again, after the model was changed: an adapter added, weights edited.
+
+        Raises:
+            ModelError: its structure is not recognised any more.
+        """
+        with self._lock:
+            self._catalogue = self._examine()
+            self._plans.clear()
 
     # ---- what it is
 
@@ -130,7 +141,7 @@ class EagerModel:
         keep = _Keep(plan, batch, rows, drop, device)
         tensors = self._read(taps, batch, keep, grad)
         if batch.ragged and rows is None and not grad:
-            _blank_padding(tensors, plan, batch)
+            _blank_padding(tensors, plan, batch, self._own_memory())
         layouts = {a: v.dropped() if drop else v for a, v in plan.layouts.items()}
         ordered = {a: tensors[a] for a in plan.reads}
         return Cache(ordered, batch.tokens, layouts, rows, self._origin(plan, batch))
@@ -205,8 +216,7 @@ class EagerModel:
         )
         with self._lock:
             if attention_in_use(self.hf) != self.anatomy.attention:
-                self._catalogue = self._examine()
-                self._plans.clear()
+                self.examine()
             if key not in self._plans:
                 plan = self._catalogue.plan(key)
                 if len(self._plans) == _PLANS_KEPT:
@@ -218,6 +228,10 @@ class EagerModel:
         inputs = batch.tensors(input_device(self.hf))
         with self._lock, self._undisturbed(grad):
             return taps.run(lambda: self.hf(**inputs, use_cache=False), len(batch), keep, grad)
+
+    def _own_memory(self) -> set[int]:
+        """Where the model's weights and buffers lie; a module may return one of them."""
+        return {t.untyped_storage().data_ptr() for t in chain(self.hf.parameters(), self.hf.buffers())}
 
     @contextmanager
     def _undisturbed(self, grad: bool) -> Generator[None]:
@@ -277,14 +291,14 @@ class _Keep:
         return tensor if self._device is None else tensor.to(self._device)
 
 
-def _blank_padding(tensors: dict[Address, Tensor], plan: Plan, batch: Batch) -> None:
+def _blank_padding(tensors: dict[Address, Tensor], plan: Plan, batch: Batch, own: set[int]) -> None:
     """Positions past a prompt's end become NaN (-1): whatever the model computed there is no activation."""
     blank = ~batch.mask()
     for address, tensor in list(tensors.items()):
         axis = plan.layouts[address].position_axis
         if axis is None:
             continue
-        if tensor.stride(0) == 0:
+        if tensor.stride(0) == 0 or tensor.untyped_storage().data_ptr() in own:
             tensor = tensors[address] = tensor.clone()
         moved = tensor.movedim(axis, 1)
         moved[blank.to(tensor.device)] = float("nan") if tensor.is_floating_point() else -1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from itertools import count
-from threading import get_ident
+from threading import local
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from locant.address import Address
 from locant.anatomy.sites import ModuleSite, OpSite, Site, Slot, attention_scores
 from locant.anatomy.trace import version_of
+from locant.errors import PointUnavailable
 
 _RECOMPUTED = ("scores", "probs")
 Keep = Callable[[Site, Tensor], Tensor]
@@ -35,7 +36,7 @@ class Taps:
         self._watched: dict[str, list[Site]] = {}
         for site in self._sites:
             self._watched.setdefault(site.path, []).append(site)
-        self._modules = {path: model.get_submodule(path) for path in self._watched}
+        self._model = model
         self._copied: set[Site] = {s for s in self._sites if s.overwritten}
 
     def try_all(self, forward: Callable[[], object], batch: int) -> dict[Address, Tensor]:
@@ -50,6 +51,13 @@ class Taps:
         """
         run = _Run(self._sites, self._copied, batch, keep, grad)
         self._once(run, forward)
+        unread = [a for addresses in self._sites.values() for a in addresses if a not in run.read]
+        if unread:
+            raise PointUnavailable(
+                f"{unread[0]}: the module it is read at did not run in this forward",
+                has="the model has changed since it was examined",
+                instead="model.examine() finds and proves its points anew",
+            )
         changed = run.changed()
         if changed:
             self._copied |= changed
@@ -60,10 +68,28 @@ class Taps:
         with ExitStack() as hooks:
             hooks.callback(run.close)
             for path, sites in self._watched.items():
-                _watch(self._modules[path], sites, run, hooks)
+                _watch(self._model.get_submodule(path), sites, run, hooks)
+            hooks.enter_context(_innermost(run))
             with suppress(Stopped):
                 forward()
         return run.read
+
+
+_RUNNING = local()
+
+
+def running() -> list[_Run]:
+    """The captures this thread is inside of, the innermost last."""
+    return getattr(_RUNNING, "stack", [])
+
+
+@contextmanager
+def _innermost(run: _Run) -> Generator[None]:
+    _RUNNING.stack = [*running(), run]
+    try:
+        yield
+    finally:
+        _RUNNING.stack = running()[:-1]
 
 
 class _Run:
@@ -80,7 +106,6 @@ class _Run:
     ) -> None:
         self.read: dict[Address, Tensor] = {}
         self.grad = grad
-        self.thread = get_ident()
         self._addresses = sites
         self._copied = copied
         self._batch = batch
@@ -144,8 +169,8 @@ def _watch(module: nn.Module, sites: Iterable[Site], run: _Run, hooks: ExitStack
     entered, left = count(), count()
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if get_ident() != run.thread:
-            return None  # somebody else's forward of the same model
+        if running()[-1:] != [run]:
+            return None  # another forward of the same model: another thread's, or one inside this one
         call = next(entered)
         for site in inputs:
             if site.call == call:
@@ -158,7 +183,7 @@ def _watch(module: nn.Module, sites: Iterable[Site], run: _Run, hooks: ExitStack
         return args, kwargs
 
     def leave(_: nn.Module, _args: object, output: Any) -> Any:
-        if get_ident() != run.thread:
+        if running()[-1:] != [run]:
             return None
         if inside:
             run.leave()
