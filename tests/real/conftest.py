@@ -1,9 +1,11 @@
 """The two real models, as the packages that ``make test`` installs carry them."""
 
 import shutil
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import gguf
 import pytest
 
 import locant
@@ -27,7 +29,10 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> locant.EagerModel:
             (part,) = (p for place in spec.submodule_search_locations for p in Path(place).rglob("*.gguf.part*"))
             with part.open("rb") as piece:
                 shutil.copyfileobj(piece, file)
-    model = locant.load_model(whole)
+    with pytest.MonkeyPatch.context() as patch:
+        # transformers parses the file three times, which takes most of the time that the tests have
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+        model = locant.load_model(whole)
     whole.unlink()
     return model
 
