@@ -210,7 +210,7 @@ _ROWS = (
            "The key projection per head, before any norm and before position encoding."),
     _block("value", _KV_HEADS, "attention", ("projection", "mixing"),
            "The value projection per head."),
-    _block("attn_gate", _HEADS, "gated_attention", (),
+    _block("attn_gate", _HEADS, "gated_attention", ("mixing",),
            "The raw projection that the output gate is taken from, as wide as the module makes it: twice "
            "the heads where query and gate share one.", vllm=_UNTAPPED_GATE),
     _block("q_norm_in", _HEADS, "qk_norm", ("projection", "qk_norm"),

@@ -14,11 +14,12 @@ def test_a_capture_inside_a_hook_of_a_capture_reads_its_own_forward():
     wanted = model.capture(outer, ["resid_post.0", "resid_post.2", "attn_probs.1"])
     alone = model.capture(inner, ["resid_post.0", "resid_post.1"])
     seen: list[locant.Cache] = []
+    entered: list[bool] = []
 
     def nested(*_: object) -> None:
-        if not seen:
-            seen.append(None)  # pyright: ignore
-            seen[0] = model.capture(inner, ["resid_post.0", "resid_post.1"])
+        if not entered:
+            entered.append(True)
+            seen.append(model.capture(inner, ["resid_post.0", "resid_post.1"]))
 
     hook = model.hf.model.layers[1].register_forward_hook(nested)
     got = model.capture(outer, list(wanted))

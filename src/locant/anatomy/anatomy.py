@@ -9,7 +9,20 @@ from torch import Tensor
 
 from locant.address import Address
 from locant.anatomy.facts import Facts
-from locant.anatomy.sites import ModuleSite, Site
+from locant.anatomy.sites import Channels, ModuleSite, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What the attention output is multiplied by: a function of some channels of a projection.
+
+    Attributes:
+        op: the function, by its name in ``torch``.
+        channels: where in ``attn_gate`` its argument lies; ``None`` for all of it.
+    """
+
+    op: str
+    channels: Channels | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +33,7 @@ class Part:
         sites: where each point is read, by point name.
         absent: why a point this part lacks is not there, one sentence each.
         modules: the paths of the weights the identities call by hand, by role.
+        gate: how ``attn_gate`` gates ``z``, where it does.
         constants: numbers the forward pass has in its code, e.g. ``score_cap``.
     """
 
@@ -29,6 +43,7 @@ class Part:
     absent: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
+    gate: Gate | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from locant.anatomy.projection import find_projection, heads_before_repeat
+from locant.anatomy.anatomy import Gate
+from locant.anatomy.projection import find_projection, heads_before_repeat, moved_from
 from locant.anatomy.sites import ModuleSite, OpSite, Site, View
-from locant.anatomy.structure import CONTRACTIONS, Scope, hidden_input, input_site, is_linear, output_site, rows
+from locant.anatomy.structure import (
+    CONTRACTIONS,
+    GATES,
+    PRODUCTS,
+    Scope,
+    hidden_input,
+    input_site,
+    is_linear,
+    output_site,
+    rows,
+)
 from locant.anatomy.trace import Event, Value, same
 
 FUSED = "scaled_dot_product_attention"
@@ -23,6 +34,7 @@ class Found:
     facts: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)
     module: Event | None = None
+    gate: Gate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +82,6 @@ def find_attention(scope: Scope) -> Found:
     _heads(scope, mixer, core, found)
     _projections(scope, mixer, core, found)
     _output(scope, mixer, core, found)
-    found.absent["attn_gate"] = "the attention output of this block is not gated"
     return found
 
 
@@ -130,8 +141,10 @@ def _heads(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
             e for e in scope.events if e.is_op and any(v is core.key for _, v in e.inputs) and e.name in CONTRACTIONS
         )
         arguments = tuple(s for s, v in product.inputs if v is core.query or v is core.key)
-        found.sites["attn_scores"] = op_site(core.scores, 0, matrix)
-        found.sites["attn_probs"] = op_site(core.mix, 0, matrix)
+        n_pos = scope.residual[1].shape[1]
+        for point, op in (("attn_scores", core.scores), ("attn_probs", core.mix)):
+            sinks = op.inputs[0][1].shape[-1] - n_pos
+            found.sites[point] = op_site(op, 0, replace(matrix, sinks=sinks))
         if (cap := _cap(scope, product, core.scores)) is not None:
             found.constants["score_cap"] = cap
     found.sites["query_rotated"] = op_site(product, arguments[0], View("heads_first", n_heads=n_heads))
@@ -207,6 +220,33 @@ def _output(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
     found.sites["z"] = input_site(w_o)
     found.sites["attn_out"] = output_site(w_o)
     found.sites["attn_out_post"] = contribution(scope, w_o, found, "attn_post_norm")
+    _gate(scope, mixer, core, w_o, found)
+
+
+def _gate(scope: Scope, mixer: Event, core: Core, w_o: Event, found: Found) -> None:
+    """The projection whose function the attention output is multiplied by on its way to `w_o`."""
+    found.absent["attn_gate"] = "the attention output of this block is not gated"
+    taken = hidden_input(w_o)
+    product = moved_from(taken[1])[-1].producer if taken is not None else None
+    if product is None or product.name not in PRODUCTS or len(product.inputs) != 2:
+        return
+    mixed = core.mix.outputs[0][1]
+    plain = [v for _, v in product.inputs if not _descends(scope, v, mixed, core.mix)]
+    function = moved_from(plain[0])[-1].producer if len(plain) == 1 else None
+    if function is None or function.name not in GATES or not function.inputs:
+        return
+    linears = [e for e in scope.events if mixer.index < e.index < w_o.index and is_linear(e)]
+    argument = function.inputs[0][1]
+    source = find_projection(
+        [argument], scope.trace.ancestors(argument, mixer.index), linears, scope.residual[1].shape[1]
+    )
+    if source is None:
+        found.absent["attn_gate"] = "no single projection holds the gate of this block's attention output"
+        return
+    event, channels = source
+    del found.absent["attn_gate"]
+    found.sites["attn_gate"] = output_site(event)
+    found.gate = Gate(function.name, channels)
 
 
 def contribution(scope: Scope, raw: Event, found: Found, role: str) -> ModuleSite:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from locant.address import Address
+from locant.anatomy.anatomy import Gate
 from locant.anatomy.evidence import Equation, Evidence
 from locant.anatomy.sites import wide
 from locant.anatomy.structure import CALL_ERRORS
@@ -209,7 +210,9 @@ def _at_start(e: Evidence, before: Tensor, after: Tensor, names: tuple[str, str]
     return as_is if as_is.error <= 2 * reordered.error else reordered
 
 
-@_identity("scores", "attn_scores = scale · query_rotated · key_rotated (capped, masked)")
+@_identity(
+    "scores", "attn_scores = scale · query_rotated · key_rotated (capped, masked; with sinks up to a shift of each row)"
+)
 def _scores(e: Evidence) -> list[Equation]:
     names = ("attn_scores", "query_rotated", "key_rotated")
     if not e.has(*names):
@@ -223,9 +226,17 @@ def _scores(e: Evidence) -> list[Equation]:
     future = torch.ones_like(seen[0, 0]).triu(1)
     if bool((seen & future).any()):
         return [e.fails(*names)]
+    if e.part.sites["attn_scores"].view.sinks:  # the softmax of such a family is handed rows that are shifted
+        product, scores = (_centred(t, seen) for t in (product, scores))
     rebuilt = _scaled(product, scores, seen, e.part.constants.get("score_cap"))
     none = torch.zeros_like(scores)
     return [e.equal(torch.where(seen, rebuilt, none), torch.where(seen, scores, none), *names)]
+
+
+def _centred(rows: Tensor, seen: Tensor) -> Tensor:
+    """Rows less their mean over the entries seen."""
+    count = seen.sum(-1, keepdim=True)
+    return rows - torch.where(seen, rows, torch.zeros_like(rows)).sum(-1, keepdim=True) / count
 
 
 def _scaled(product: Tensor, scores: Tensor, seen: Tensor, cap: float | None) -> Tensor:
@@ -236,15 +247,20 @@ def _scaled(product: Tensor, scores: Tensor, seen: Tensor, cap: float | None) ->
     return scaled if cap is None else cap * torch.tanh(scaled / cap)
 
 
-@_identity("softmax", "attn_probs = softmax(attn_scores)")
+@_identity("softmax", "attn_probs = softmax(attn_scores), less the share of sinks")
 def _softmax(e: Evidence) -> list[Equation]:
     if not e.has("attn_scores", "attn_probs"):
         return []
     probs = wide(e.get("attn_scores")).softmax(-1)
+    if e.part.sites["attn_scores"].view.sinks:  # a sink takes its share of every row
+        share = wide(e.get("attn_probs")).sum(-1, keepdim=True)
+        probs = probs * share
+        if bool((share > 1 + 1e-3).any()):
+            return [e.fails("attn_probs", "attn_scores")]
     return [e.equal(e.get("attn_probs"), probs, "attn_probs", "attn_scores")]
 
 
-@_identity("mixing", "z = attn_probs · value, per head")
+@_identity("mixing", "z = attn_probs · value, per head (times the gate)")
 def _mixing(e: Evidence) -> list[Equation]:
     names = ("z", "attn_probs", "value")
     if not e.has(*names):
@@ -255,7 +271,17 @@ def _mixing(e: Evidence) -> list[Equation]:
     value = value.repeat_interleave(probs.shape[1] // value.shape[1], 1)
     summed = (probs @ value.abs()).transpose(1, 2).flatten(-2)  # what rounding is relative to, where terms cancel
     mixed = (probs @ value).transpose(1, 2).flatten(-2)
+    if e.part.gate is not None and e.has("attn_gate"):
+        gate = _opened(e.get("attn_gate"), e.part.gate, mixed.shape[-1])
+        mixed, summed, names = mixed * gate, summed * gate.abs(), (*names, "attn_gate")
     return [e.equal(e.get("z"), mixed, *names, size=summed.amax(-1, keepdim=True))]
+
+
+def _opened(projected: Tensor, gate: Gate, width: int) -> Tensor:
+    """The factor of each number of ``z``; a gate of one number a head holds for all the head's numbers."""
+    argument = wide(projected if gate.channels is None else gate.channels.read(projected))
+    function: Callable[[Tensor], Tensor] = getattr(torch.nn.functional, gate.op)
+    return function(argument).repeat_interleave(width // argument.shape[-1], -1)
 
 
 @_identity("attn_output", "attn_out = W_O z (+ b)", doubt_from=("attn_out",))

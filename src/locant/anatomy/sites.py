@@ -67,12 +67,14 @@ class View:
         channels: the slice of a fused projection.
         n_heads: heads the point has; a key or value repeated over its query group is read once.
         scale: the family's residual multiplier.
+        sinks: columns of a matrix behind the keys, which no token stands for.
     """
 
     layout: Layout = "tokens"
     channels: Channels | None = None
     n_heads: int | None = None
     scale: float = 1.0
+    sinks: int = 0
 
     def read(self, tensor: Tensor, batch: int) -> Tensor:
         """The point's ``[batch, pos, width]`` (``[batch, head, query, key]`` for a matrix) in `tensor`."""
@@ -81,7 +83,7 @@ class View:
         if self.layout in ("heads_first", "keys", "matrix") and tensor.dim() == 3:
             tensor = tensor.unflatten(0, (batch, -1))  # heads folded into the batch
         if self.layout == "matrix":
-            return tensor
+            return tensor[..., : -self.sinks] if self.sinks else tensor
         if self.layout == "tokens" and tensor.shape[0] == 1 != batch:
             tensor = tensor.expand(batch, *tensor.shape[1:])  # shared by all prompts, as a position embedding is
         if self.layout == "flat":
@@ -98,6 +100,8 @@ class View:
         """The tensor that belongs at the site for the point to be `value`: what :meth:`read` undoes."""
         if self.scale != 1.0:
             value = value / self.scale
+        if self.sinks:
+            value = torch.cat([value, site[..., -self.sinks :].reshape(*value.shape[:-1], self.sinks)], -1)
         if self.channels is not None:
             return self.channels.write(site, value.reshape(*site.shape[:-1], -1))
         if self.layout in ("heads_first", "keys"):

@@ -15,6 +15,7 @@ from locant.anatomy.trace import Event, Trace, Value, same
 ADDITIONS = frozenset(["add", "__add__", "__radd__", "__iadd__", "add_"])
 PRODUCTS = frozenset(["mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply"])
 QUOTIENTS = frozenset(["div", "__truediv__", "__itruediv__", "div_", "divide"])
+GATES = frozenset(["sigmoid", "softplus", "silu", "tanh", "relu"])
 CONTRACTIONS = frozenset(["matmul", "__matmul__", "bmm", "baddbmm", "einsum"])
 
 

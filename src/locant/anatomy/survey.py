@@ -122,7 +122,9 @@ def _block(trace: Trace, run: Event) -> tuple[Part, LayerFacts]:
     facts = LayerFacts(parallel=channel.parallel, **attention.facts, **channel.facts)
     absent = attention.absent | channel.absent
     modules = attention.modules | channel.modules
-    return Part(run.name, run.call, _in_forward_order(sites), absent, modules, attention.constants), facts
+    return Part(
+        run.name, run.call, _in_forward_order(sites), absent, modules, attention.constants, attention.gate
+    ), facts
 
 
 def _in_forward_order(sites: dict[str, Site]) -> dict[str, Site]:
