@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +48,13 @@ def load_model(
     if backend not in ("auto", "eager"):
         raise ModelError(f"backend {backend!r}", has="the backends are auto and eager")
     if not isinstance(source, (str, Path)):
+        ignored = [name for name, value in (("dtype", dtype), ("device", device), ("revision", revision)) if value]
+        ignored += [name for name, value in (("attn_implementation", attn_implementation),) if value]
+        if ignored or options:
+            raise ModelError(
+                f"{', '.join([*ignored, *options])} together with a model that is loaded already",
+                instead="set it on the model before, e.g. model.to(...)",
+            )
         return EagerModel(source, tokenizer)
     place, file = _locate(str(source))
     shared = {
@@ -60,14 +68,31 @@ def load_model(
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
     try:
-        hf = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **shared, **options).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, output_loading_info=True, **shared, **options
+        )
+        hf, notes = loaded
+        _check_complete(source, notes["missing_keys"])
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(place, **shared)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except ModelError:
+        raise
+    except Exception as error:  # loaders of many formats raise whatever they meet
         raise ModelError(
             f"{source} cannot be loaded: {_first_line(error)}",
             instead="pass a hub id, a folder with a config.json, a .gguf file, or a model object",
         ) from error
+    hf = hf.eval()
     return EagerModel(hf if device is None else _moved(hf, device), tokenizer, str(source), revision)
+
+
+def _check_complete(source: object, missing: Iterable[str]) -> None:
+    absent = sorted(missing)
+    if absent:
+        raise ModelError(
+            f"{source} lacks {len(absent)} of the model's tensors, {absent[0]} first",
+            has="a model with these made up at random would read like any other",
+            instead="check the download, or that the config belongs to the weights",
+        )
 
 
 def _moved(hf: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:

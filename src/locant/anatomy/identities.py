@@ -222,7 +222,8 @@ def _scores(e: Evidence) -> list[Equation]:
     if query.shape[1] % key.shape[1] or scores.shape[:3] != query.shape[:3]:
         return [e.fails(*names)]
     product = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2)
-    seen = scores > torch.finfo(e.get("attn_scores").dtype).min / 2
+    kinds = (scores.dtype, getattr(torch, e.dtype))  # a mask may be of the model's dtype where scores are wider
+    seen = scores > max(torch.finfo(kind).min for kind in kinds) / 2
     future = torch.ones_like(seen[0, 0]).triu(1)
     if bool((seen & future).any()):
         return [e.fails(*names)]

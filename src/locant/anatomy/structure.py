@@ -129,6 +129,6 @@ def _ignores_scale(module: nn.Module, rows: Tensor) -> bool:
             once, twice = call(unit), call(2 * unit)
     except CALL_ERRORS:
         return False  # it takes more than a vector
-    if not isinstance(once, Tensor) or once.shape != unit.shape:
+    if not isinstance(once, Tensor) or once.shape != unit.shape or not bool(torch.isfinite(once).all()):
         return False
     return torch.allclose(once, twice, rtol=2e-2, atol=2e-2 * float(once.abs().max())) and bool(once.abs().max() > 0)

@@ -15,7 +15,7 @@ from locant.anatomy.channel import find_channel_mixer
 from locant.anatomy.facts import Facts, LayerFacts, common
 from locant.anatomy.sites import ModuleSite, Site, View
 from locant.anatomy.structure import CALL_ERRORS, PRODUCTS, QUOTIENTS, Scope, hidden_input, is_linear, output_site
-from locant.anatomy.trace import Event, Trace, same
+from locant.anatomy.trace import Event, Trace, Value, same
 from locant.errors import ModelError
 from locant.points import POINTS
 
@@ -26,6 +26,11 @@ def survey(model: PreTrainedModel) -> Anatomy:
     Raises:
         ModelError: the model has no stack of blocks over a residual stream that this can recognise.
     """
+    if attention_in_use(model) == "flex_attention":
+        raise ModelError(
+            f"{type(model).__name__} runs with flex_attention, which compiles what it computes",
+            instead="model.set_attn_implementation('sdpa') or 'eager'",
+        )
     ids = probe_ids(model, 1)
     trace = Trace(model, ids.numel())
     try:
@@ -41,6 +46,12 @@ def survey(model: PreTrainedModel) -> Anatomy:
             asked=f"the structure of {type(model).__name__}",
             has="no list of blocks that each take and return a residual stream [batch, pos, d_model]",
             instead="load a decoder-only language model (AutoModelForCausalLM)",
+        )
+    last = runs[-1].output()
+    if last is None or not bool(torch.isfinite(last.data).all()):
+        raise ModelError(
+            f"{type(model).__name__}: its forward gives numbers that are not finite",
+            instead="check its weights for NaN, and its dtype for overflow",
         )
     found = [_block(trace, run) for run in runs]
     trunk, entry, trunk_sizes = _trunk(trace, model, runs, ids)
@@ -157,7 +168,7 @@ def _trunk(
         modules["final_norm"] = norm.name
 
     head = next((e for e in reversed(after) if is_linear(e)), None)
-    constants = _unembedding_scale(norm, head)
+    constants = _unembedding_scale(norm.output() if norm is not None else last, head)
     unembedded = head.output() if head is not None else None
     sizes: dict[str, Any] = {"d_model": scope.residual[1].shape[-1], "n_ctx": _context(model)}
     if head is None or unembedded is None:
@@ -172,16 +183,20 @@ def _trunk(
     return Part("", 0, _in_forward_order(sites), absent, modules, constants), entry, sizes
 
 
-def _unembedding_scale(norm: Event | None, head: Event | None) -> dict[str, float]:
+def _unembedding_scale(given: Value | None, head: Event | None) -> dict[str, float]:
     """What the final norm's output is multiplied by before it is unembedded; nothing where more than that happens."""
-    given = norm.output() if norm is not None else None
     taken = hidden_input(head) if head is not None else None
     if given is None or taken is None or given.shape != taken[1].shape:
         return {}
     a, b = given.data.flatten().double(), taken[1].data.flatten().double()
     scale = float((a @ b) / (a @ a).clamp_min(1e-30))
-    scale = 1.0 if abs(scale - 1) < 1e-3 else scale
-    return {"unembedding_scale": scale} if torch.allclose(scale * a, b, rtol=1e-2, atol=1e-2 * float(b.std())) else {}
+    rounding = 4 * torch.finfo(given.data.dtype).eps
+    scale = 1.0 if abs(scale - 1) < rounding else scale
+    return (
+        {"unembedding_scale": scale}
+        if torch.allclose(scale * a, b, rtol=rounding, atol=rounding * float(b.std()))
+        else {}
+    )
 
 
 def _outputs(trace: Trace, n_pos: int) -> dict[str, tuple[ModuleSite, int]]:

@@ -47,7 +47,7 @@ class Layout:
     Attributes:
         position_axis: 1, 2 for the query axis of an attention matrix, ``None`` for a module's output that
             has none or where one position was dropped.
-        heads: the heads its last axis holds, where it holds heads.
+        heads: the heads its last axis holds (its second, of a matrix), where it holds heads.
         matrix: ``[batch, head, query, key]``.
     """
 
@@ -163,8 +163,8 @@ class Cache(Mapping[Address, Tensor]):
         """
         address = self._address(key)
         heads = self._layouts[address].heads
-        if heads is None:
-            having = [format_address(a) for a, layout in self._layouts.items() if layout.heads]
+        if heads is None or self._layouts[address].matrix:
+            having = [format_address(a) for a, v in self._layouts.items() if v.heads and not v.matrix]
             raise CacheError(
                 f"{format_address(address)} per head: its last axis holds no heads",
                 has=f"captured with heads: {', '.join(having[:6]) or 'none'}",
@@ -218,8 +218,10 @@ class Cache(Mapping[Address, Tensor]):
             "layouts": {format_address(a): asdict(v) for a, v in self._layouts.items()},
             "origin": asdict(self.origin),
         }
-        target = Path(path)
-        unfinished = target.with_name(f".{target.name}.unfinished")
+        target = Path(path).expanduser()
+        if not target.name or target.is_dir() or (target.exists() and not target.is_file()):
+            raise CacheError(f"{str(path)!r} names no file that can be written")
+        unfinished = target.with_name(f".{target.name[:100]}.unfinished")
         try:
             save_file(stored, unfinished, metadata={"locant": json.dumps(about)})
             unfinished.replace(target)
@@ -245,13 +247,16 @@ class Cache(Mapping[Address, Tensor]):
                     raise CacheError(f"{path}: a safetensors file without a capture's metadata")
                 about = json.loads(text)
                 stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError) as error:
+            if about["format"] != _FORMAT:
+                raise CacheError(f"{path} is a capture of format {about['format']!r}", has=f"this reads {_FORMAT!r}")
+            tensors = {to_address(n): stored[about["same"].get(n, n)] for n in about["order"]}
+            layouts = {to_address(n): Layout(**v) for n, v in about["layouts"].items()}
+            origin = about["origin"] | {"token_strings": tuple(map(tuple, about["origin"]["token_strings"]))}
+            return cls(tensors, about["tokens"], layouts, about["positions"], Origin(**origin))
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            if isinstance(error, CacheError):
+                raise
             raise CacheError(f"{path} cannot be read as a capture: {error}") from error
-        names = about["order"]
-        tensors = {to_address(n): stored[about["same"].get(n, n)] for n in names}
-        layouts = {to_address(n): Layout(**v) for n, v in about["layouts"].items()}
-        origin = about["origin"] | {"token_strings": tuple(map(tuple, about["origin"]["token_strings"]))}
-        return cls(tensors, about["tokens"], layouts, about["positions"], Origin(**origin))
 
     # ---- looking at it
 

@@ -82,7 +82,7 @@ class Catalogue:
             AddressError: something in `addresses` is no address, or there are none.
             PointError: the model has no such point, layer or module, or refuses to serve it.
         """
-        wanted = dict.fromkeys(_each(addresses))
+        wanted = dict.fromkeys(as_addresses(addresses))
         if not wanted:
             raise AddressError("no addresses: the list is empty", instead="name at least one, e.g. 'resid_post.0'")
         reads = {address: self.site(address) for address in wanted}
@@ -172,14 +172,15 @@ class Catalogue:
         point = POINTS.get(address.name)
         if point is None:
             return Layout(position_axis=None if site.view.layout == "raw" else 1)
-        if site.view.layout == "matrix":
-            return Layout(position_axis=2, matrix=True)
         facts = self.anatomy.facts.at(address.layer)
+        if site.view.layout == "matrix":
+            return Layout(position_axis=2, heads=facts.n_heads, matrix=True)
         heads = next((getattr(facts, f) for f in ("n_heads", "n_kv_heads") if f in point.width), None)
         return Layout(position_axis=1, heads=heads)
 
 
-def _each(addresses: Addresses) -> Sequence[Address]:
+def as_addresses(addresses: Addresses) -> Sequence[Address]:
+    """One address or several, each in any of its forms, as addresses."""
     if isinstance(addresses, Iterable) and not isinstance(addresses, (str, Address)) and not _is_one(addresses):
         return [to_address(a) for a in addresses]  # pyright: ignore[reportArgumentType]
     return [to_address(addresses)]  # pyright: ignore[reportArgumentType]

@@ -67,11 +67,14 @@ class Encoder:
     Attributes:
         vocabulary: how many ids the embedding has a row for, now.
         context: the most tokens a prompt may have, where the model states it.
+        pivot: a length that the prompts of one batch may not lie on both sides of, since the longest decides how
+            all are rotated.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
     vocabulary: Callable[[], int]
     context: int | None
+    pivot: int | None = None
 
     def batch(self, prompts: Prompts, prepend_bos: bool = True) -> Batch:
         """The token ids of one prompt or of many.
@@ -91,6 +94,7 @@ class Encoder:
         vocabulary = self.vocabulary()
         for i, ids in enumerate(each):
             self._check(ids, i, vocabulary)
+        self._check_together(each)
         return Batch(tuple(each))
 
     def strings(self, ids: Sequence[int]) -> list[str]:
@@ -160,6 +164,15 @@ class Encoder:
             )
         return self.tokenizer
 
+    def _check_together(self, each: Sequence[Sequence[int]]) -> None:
+        sides = {len(ids) > self.pivot for ids in each} if self.pivot is not None else set()
+        if len(sides) > 1:
+            raise PromptError(
+                f"prompts of up to {self.pivot} tokens together with longer ones",
+                has="this model rotates every prompt of a batch by the longest one's factors",
+                instead="capture the short and the long prompts in two calls",
+            )
+
     def _check(self, ids: Sequence[int], index: int, vocabulary: int) -> None:
         if not ids:
             raise PromptError(f"prompt {index} is empty: it has no tokens", instead="pass at least one token")
@@ -208,6 +221,8 @@ def _unpadded(encoded: Mapping[str, Any]) -> list[Any]:
     if "attention_mask" not in encoded:
         return ids
     masks = _separate(encoded["attention_mask"])
+    if [len(m) for m in masks] != [len(row) for row in ids]:
+        raise PromptError("input_ids and attention_mask of different shapes", instead="pass the tokenizer's own pair")
     return [[int(i) for i, kept in zip(row, mask, strict=True) if kept] for row, mask in zip(ids, masks, strict=True)]
 
 

@@ -10,6 +10,7 @@ from locant.address import Address, AddressLike, to_address
 from locant.anatomy.facts import Facts
 from locant.engine.cache import spans_of
 from locant.engine.plan import PointStatus
+from locant.errors import PointUnavailable
 from locant.points import POINTS
 
 
@@ -49,7 +50,12 @@ class Served(Sequence[PointStatus]):
     def __getitem__(self, key: int | slice | AddressLike) -> PointStatus | list[PointStatus]:
         if isinstance(key, (int, slice)):
             return self._rows[key]
-        return self._at[to_address(key)]
+        address = to_address(key)
+        if address not in self._at:
+            raise PointUnavailable(
+                f"{address}: this list has the points of {self.model}", instead="ask model.refuses()"
+            )
+        return self._at[address]
 
     def __len__(self) -> int:
         return len(self._rows)

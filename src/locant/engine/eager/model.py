@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -25,10 +25,10 @@ from locant.anatomy.sites import Site
 from locant.anatomy.survey import attention_in_use, embedding_weight, input_device, probe_ids, survey
 from locant.engine.cache import Cache, Origin, resolve_positions, select
 from locant.engine.eager.taps import Taps, inference
-from locant.engine.plan import Addresses, Catalogue, Plan
+from locant.engine.plan import Addresses, Catalogue, Plan, as_addresses
 from locant.engine.prompts import Batch, Encoder, Prompts
 from locant.engine.served import Served
-from locant.errors import ModelError, PointUnavailable
+from locant.errors import ModelError, PointUnavailable, PromptError
 
 _PLANS_KEPT = 256
 
@@ -89,11 +89,14 @@ class EagerModel:
 
     def points(self) -> Served:
         """Every point at every layer: served or refused, where, with which proof error, and why not."""
-        return Served(self.name, self.facts, self._catalogue.status())
+        return Served(self.name, self.facts, self._refresh().status())
 
     def refuses(self, address: AddressLike) -> str | None:
         """Why this model does not serve `address`; ``None`` when it does. Never raises."""
-        return self._catalogue.refuses(address)
+        try:
+            return self._refresh().refuses(address)
+        except ModelError as error:
+            return str(error)
 
     def plan(self, addresses: Addresses) -> Plan:
         """What a capture of `addresses` will read, without running it; raises what the capture would raise."""
@@ -136,7 +139,14 @@ class EagerModel:
         """
         plan, taps = self._prepared(addresses)
         batch = self._encoder.batch(prompts, prepend_bos)
+        if positions is not None and grad:
+            raise PromptError(
+                "positions together with grad",
+                has="selected positions are copies, which no later tensor depends on",
+                instead="capture them all and index the result",
+            )
         rows = None if positions is None else resolve_positions(positions, batch.lengths)
+        _check_device(device)
         drop = isinstance(positions, int)
         keep = _Keep(plan, batch, rows, drop, device)
         tensors = self._read(taps, batch, keep, grad)
@@ -167,14 +177,15 @@ class EagerModel:
             )
         trunk = self.anatomy.trunk
         modules, scale = trunk.modules, trunk.constants.get("unembedding_scale")
-        if "lm_head" not in modules or ("final_norm" in modules and scale is None):
+        unproven = [n for n in ("final_norm", "lm_head") if n in modules and self.refuses(n)]
+        if "lm_head" not in modules or scale is None or unproven:
             reason = trunk.absent.get("lm_head", "this model computes more than a norm between its residual and W_U")
             raise PointUnavailable("unembed", has=reason, instead="capture logits")
         head = self.hf.get_submodule(modules["lm_head"])
         values = residuals
         if "final_norm" in modules:
-            values = self.hf.get_submodule(modules["final_norm"])(values) * (scale or 1.0)
-        return self.anatomy.shape_logits(head(values))
+            values = self.hf.get_submodule(modules["final_norm"])(values)
+        return self.anatomy.shape_logits(head(values * scale))
 
     def tokens(self, prompts: Prompts, prepend_bos: bool = True) -> tuple[tuple[int, ...], ...]:
         """The ids the model would read for `prompts`, one tuple per prompt."""
@@ -184,7 +195,9 @@ class EagerModel:
 
     @cached_property
     def _encoder(self) -> Encoder:
-        return Encoder(self.tokenizer, lambda: embedding_weight(self.hf).shape[0], self.facts.n_ctx)
+        return Encoder(
+            self.tokenizer, lambda: embedding_weight(self.hf).shape[0], self.facts.n_ctx, _rope_pivot(self.hf)
+        )
 
     def _examine(self) -> Catalogue:
         with self._undisturbed(grad=False):
@@ -209,13 +222,10 @@ class EagerModel:
 
     def _prepared(self, addresses: Addresses) -> tuple[Plan, Taps]:
         """The plan and the taps of a set of addresses, made once."""
-        key = (
-            tuple(addresses)
-            if isinstance(addresses, Iterable) and not isinstance(addresses, (str, tuple))
-            else addresses
-        )
+        key = tuple(as_addresses(addresses))
         with self._lock:
-            if attention_in_use(self.hf) != self.anatomy.attention:
+            self._refresh()
+            if key in self._plans and self._plans[key][1].outdated():
                 self.examine()
             if key not in self._plans:
                 plan = self._catalogue.plan(key)
@@ -223,6 +233,12 @@ class EagerModel:
                     self._plans.clear()
                 self._plans[key] = plan, Taps(self.hf, plan.reads)
             return self._plans[key]
+
+    def _refresh(self) -> Catalogue:
+        """The catalogue of the model as it runs now: its points lie elsewhere under another attention kernel."""
+        if attention_in_use(self.hf) != self._catalogue.anatomy.attention:
+            self.examine()
+        return self._catalogue
 
     def _read(self, taps: Taps, batch: Batch, keep: _Keep, grad: bool) -> dict[Address, Tensor]:
         inputs = batch.tensors(input_device(self.hf))
@@ -236,7 +252,7 @@ class EagerModel:
     @contextmanager
     def _undisturbed(self, grad: bool) -> Generator[None]:
         """Evaluation mode, and weights without gradients, for the length of a forward."""
-        training = [m for m in self.hf.modules() if m.training] if self.hf.training else []
+        training = [m for m in self.hf.modules() if m.training]
         frozen = [p for p in self.hf.parameters() if p.requires_grad] if grad else []
         hook = None
         try:
@@ -281,14 +297,35 @@ class _Keep:
         drop: bool,
         device: str | torch.device | None,
     ) -> None:
-        self._axes = {plan.reads[a]: layout.position_axis for a, layout in plan.layouts.items()}
+        self._layouts = {plan.reads[a]: layout for a, layout in plan.layouts.items()}
         self._rows, self._drop, self._device = rows, drop, device
         self._batch = batch
 
     def __call__(self, site: Site, tensor: Tensor) -> Tensor:
+        self._check(site, tensor)
         if self._rows is not None:
-            tensor = select(tensor, self._rows, self._axes[site], self._drop)
+            tensor = select(tensor, self._rows, self._layouts[site].position_axis, self._drop)
         return tensor if self._device is None else tensor.to(self._device)
+
+    def _check(self, site: Site, tensor: Tensor) -> None:
+        """The tensor has the batch and the positions of these prompts, where its layout says it has positions."""
+        layout, batch, longest = self._layouts[site], len(self._batch), self._batch.longest
+        if layout.position_axis is None:
+            return
+        wanted = (batch, layout.heads, longest, longest) if layout.matrix else (batch, longest)
+        if tuple(tensor.shape[: len(wanted)]) != wanted:
+            raise PointUnavailable(
+                f"what was read at {site} has shape {tuple(tensor.shape)}",
+                has=f"these prompts make it {wanted}, so the model computes something else there on them",
+                instead="capture prompts of one length, or a point outside this module",
+            )
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device}: {str(error).splitlines()[0]}", instead="cpu is always there") from error
 
 
 def _blank_padding(tensors: dict[Address, Tensor], plan: Plan, batch: Batch, own: set[int]) -> None:
@@ -314,6 +351,15 @@ def _check_causal(tape: Mapping[Address, Tensor], anatomy: Anatomy, name: str) -
             has="an encoder, or a model with bidirectional attention",
             instead="load a decoder-only language model",
         )
+
+
+def _rope_pivot(hf: PreTrainedModel) -> int | None:
+    """The length past which every prompt of a batch is rotated by other factors."""
+    config = hf.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
 
 
 def _plain(hf: PreTrainedModel) -> PreTrainedModel:

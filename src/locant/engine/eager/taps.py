@@ -8,6 +8,7 @@ from copy import copy
 from itertools import count
 from threading import local
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,15 @@ class Taps:
         for site in self._sites:
             self._watched.setdefault(site.path, []).append(site)
         self._model = model
+        self._met = {path: ref(model.get_submodule(path)) for path in self._watched}
         self._copied: set[Site] = {s for s in self._sites if s.overwritten}
+
+    def outdated(self) -> bool:
+        """Some module that is watched has been replaced by another, or is gone."""
+        try:
+            return any(self._model.get_submodule(path) is not met() for path, met in self._met.items())
+        except AttributeError:
+            return True
 
     def try_all(self, forward: Callable[[], object], batch: int) -> dict[Address, Tensor]:
         """Read what can be read: a site whose tensor is not laid out as its view says is left out."""
@@ -264,7 +273,8 @@ class _Inside(TorchFunctionMode):
         With gradients on, the result is made from these very tensors and returned, so that the graph from them
         to the logits exists; else the kernel makes its own, and an unedited forward keeps its bits.
         """
-        scores = attention_scores(query, key, attn_mask, is_causal, scale)
+        with torch.autocast(query.device.type, enabled=False):
+            scores = attention_scores(query, key, attn_mask, is_causal, scale)
         n_heads = next(iter(sites.values())).view.n_heads or scores.shape[1]
         scores = scores.reshape(scores.shape[0], n_heads, -1, scores.shape[-1])
         if "scores" in sites:
