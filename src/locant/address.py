@@ -16,7 +16,7 @@ a shell, a query string or a file name.
 
 import re
 from dataclasses import dataclass
-from functools import total_ordering
+from functools import lru_cache, total_ordering
 
 from locant.errors import AddressError, UnknownCoordinate, did_you_mean
 from locant.points import POINTS, Point
@@ -117,6 +117,13 @@ def parse_address(text: str) -> Address:
         AddressError: the text is no address.
         UnknownCoordinate: it names a point with a coordinate that is unknown, repeated or out of order.
     """
+    if not isinstance(text, str):
+        _check_name(text)
+    return _parsed(text)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> Address:
     _check_name(text)
     name, *coordinates = text.split(".")
     if name not in POINTS:

@@ -72,6 +72,7 @@ class EagerModel:
             ModelError: its structure is not recognised any more.
         """
         with self._lock:
+            self._modules = list(self.hf.modules())
             self._catalogue = self._examine()
             self._plans.clear()
 
@@ -252,7 +253,7 @@ class EagerModel:
     @contextmanager
     def _undisturbed(self, grad: bool) -> Generator[None]:
         """Evaluation mode, and weights without gradients, for the length of a forward."""
-        training = [m for m in self.hf.modules() if m.training]
+        training = [m for m in self._modules if m.training]
         frozen = [p for p in self.hf.parameters() if p.requires_grad] if grad else []
         hook = None
         try:

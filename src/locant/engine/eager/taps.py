@@ -77,7 +77,9 @@ class Taps:
         with ExitStack() as hooks:
             hooks.callback(run.close)
             for path, sites in self._watched.items():
-                _watch(self._model.get_submodule(path), sites, run, hooks)
+                module = self._met[path]()
+                if module is not None:
+                    _watch(module, sites, run, hooks)
             hooks.enter_context(_innermost(run))
             with suppress(Stopped):
                 forward()
