@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -62,7 +63,7 @@ class EagerModel:
         self.name = name or self.hf.config.name_or_path or type(self.hf).__name__
         self.revision = revision or getattr(self.hf.config, "_commit_hash", None)
         self._lock = threading.RLock()
-        self._plans: dict[object, tuple[Plan, Taps]] = {}
+        self._plans: dict[object, tuple[Plan, Taps, Origin]] = {}
         self.examine()
 
     def examine(self) -> None:
@@ -73,6 +74,7 @@ class EagerModel:
         """
         with self._lock:
             self._modules = list(self.hf.modules())
+            self._examined_as = (attention_in_use(self.hf), self.hf.dtype)
             self._catalogue = self._examine()
             self._plans.clear()
 
@@ -138,7 +140,7 @@ class EagerModel:
         Raises:
             AddressError, PointError, PromptError: before any forward.
         """
-        plan, taps = self._prepared(addresses)
+        plan, taps, origin = self._prepared(addresses)
         batch = self._encoder.batch(prompts, prepend_bos)
         if positions is not None and grad:
             raise PromptError(
@@ -155,7 +157,7 @@ class EagerModel:
             _blank_padding(tensors, plan, batch, self._own_memory())
         layouts = {a: v.dropped() if drop else v for a, v in plan.layouts.items()}
         ordered = {a: tensors[a] for a in plan.reads}
-        return Cache(ordered, batch.tokens, layouts, rows, self._origin(plan, batch))
+        return Cache(ordered, batch.tokens, layouts, rows, self._with_strings(origin, batch))
 
     def run_with_cache(
         self, prompts: Prompts, addresses: Addresses | None = None, **options: Any
@@ -221,8 +223,8 @@ class EagerModel:
             tape = taps.try_all(lambda: self.hf(input_ids=ids, use_cache=False), 2)
         return {a: t.to(ids.device) for a, t in tape.items()}, ids
 
-    def _prepared(self, addresses: Addresses) -> tuple[Plan, Taps]:
-        """The plan and the taps of a set of addresses, made once."""
+    def _prepared(self, addresses: Addresses) -> tuple[Plan, Taps, Origin]:
+        """The plan and the taps of a set of addresses, and what a capture of them says of itself; made once."""
         key = tuple(as_addresses(addresses))
         with self._lock:
             self._refresh()
@@ -232,12 +234,12 @@ class EagerModel:
                 plan = self._catalogue.plan(key)
                 if len(self._plans) == _PLANS_KEPT:
                     self._plans.clear()
-                self._plans[key] = plan, Taps(self.hf, plan.reads)
+                self._plans[key] = plan, Taps(self.hf, plan.reads), self._origin(plan)
             return self._plans[key]
 
     def _refresh(self) -> Catalogue:
-        """The catalogue of the model as it runs now: its points lie elsewhere under another attention kernel."""
-        if attention_in_use(self.hf) != self._catalogue.anatomy.attention:
+        """The catalogue of the model as it runs now: another attention kernel or dtype is examined anew."""
+        if (attention_in_use(self.hf), self.hf.dtype) != self._examined_as:
             self.examine()
         return self._catalogue
 
@@ -273,9 +275,13 @@ class EagerModel:
             for parameter in frozen:
                 parameter.requires_grad_(True)
 
-    def _origin(self, plan: Plan, batch: Batch) -> Origin:
+    def _with_strings(self, origin: Origin, batch: Batch) -> Origin:
+        if self.tokenizer is None:
+            return origin
+        return replace(origin, token_strings=tuple(tuple(self._encoder.strings(ids)) for ids in batch.tokens))
+
+    def _origin(self, plan: Plan) -> Origin:
         verdicts = self._catalogue.verdicts
-        strings = () if self.tokenizer is None else tuple(tuple(self._encoder.strings(ids)) for ids in batch.tokens)
         return Origin(
             self.name,
             self.revision,
@@ -283,7 +289,6 @@ class EagerModel:
             self.anatomy.attention,
             _versions(),
             {format_address(a): str(verdicts.get(a, "module output")) for a in plan.reads},
-            strings,
         )
 
 
