@@ -54,6 +54,7 @@ def main() -> None:
                 start(args.envs, RIVALS[0], "locant", model, "--make")
             for rival in args.rivals or RIVALS:
                 measure(args.envs, rival, model)
+                document.insert("rivals", tables())
     document.insert("rivals", tables())
 
 
@@ -120,6 +121,9 @@ def everything(runs: Mapping[str, Any]) -> Iterator[list[str]]:
     yield ["**locant**", *memory(ours["memory"]["locant"]), cell("everything 8x128", together, "locant"), worst(runs)]
     for name, run in runs.items():
         timed = cell("everything 8x128", [run["seconds"]], "rival")
+        if "memory" not in run:
+            yield [run["title"], "", "", "", "", timed, f"{max(run['differences']['rival'].values()):.0e}"]
+            continue
         largest = f"{max(run['differences']['rival'].values()):.0e}"
         yield [run["title"], *memory(run["memory"][name]), timed, largest]
 
@@ -131,8 +135,9 @@ def worst(runs: Mapping[str, Any]) -> str:
 
 def fresh(runs: Mapping[str, Any]) -> Iterator[list[str]]:
     """The jobs that hold much memory, when every round has to ask for it again."""
-    yield ["**locant**", *(cell(job, [run["fresh"] for run in runs.values()], "locant") for job in FRESH)]
-    for run in runs.values():
+    measured = [run for run in runs.values() if "fresh" in run]
+    yield ["**locant**", *(cell(job, [run["fresh"] for run in measured], "locant") for job in FRESH)]
+    for run in measured:
         yield [run["title"], *(cell(job, [run["fresh"]], "rival") for job in FRESH)]
         if "first call" in run["fresh"]["residuals 1x1024"]:
             yield [f"{run['title']}, first call", *(cell(job, [run["fresh"]], "first call") for job in FRESH)]
