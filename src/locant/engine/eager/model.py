@@ -303,19 +303,19 @@ class _Keep:
         drop: bool,
         device: str | torch.device | None,
     ) -> None:
-        self._layouts = {plan.reads[a]: layout for a, layout in plan.layouts.items()}
+        self._layouts = {id(plan.reads[a]): layout for a, layout in plan.layouts.items()}
         self._rows, self._drop, self._device = rows, drop, device
         self._batch = batch
 
     def __call__(self, site: Site, tensor: Tensor) -> Tensor:
         self._check(site, tensor)
         if self._rows is not None:
-            tensor = select(tensor, self._rows, self._layouts[site].position_axis, self._drop)
+            tensor = select(tensor, self._rows, self._layouts[id(site)].position_axis, self._drop)
         return tensor if self._device is None else tensor.to(self._device)
 
     def _check(self, site: Site, tensor: Tensor) -> None:
         """The tensor has the batch and the positions of these prompts, where its layout says it has positions."""
-        layout, batch, longest = self._layouts[site], len(self._batch), self._batch.longest
+        layout, batch, longest = self._layouts[id(site)], len(self._batch), self._batch.longest
         if layout.position_axis is None:
             return
         wanted = (batch, layout.heads, longest, longest) if layout.matrix else (batch, longest)

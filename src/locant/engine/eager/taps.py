@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
+from dataclasses import dataclass, field
 from itertools import count
 from threading import local
 from typing import Any
@@ -34,13 +35,15 @@ class Taps:
         self._sites: dict[Site, list[Address]] = {}
         for address, site in reads.items():
             self._sites.setdefault(site, []).append(address)
-        self._watched: dict[str, list[Site]] = {}
+        self._watched: dict[str, _Watched] = {}
         for site in self._sites:
-            self._watched.setdefault(site.path, []).append(site)
+            self._watched.setdefault(site.path, _Watched()).add(site)
         self._model = model
         self._met = {path: ref(model.get_submodule(path)) for path in self._watched}
         self._parts = [(path.split(".") if path else [], met) for path, met in self._met.items()]
-        self._copied: set[Site] = {s for s in self._sites if s.overwritten}
+        # by identity: hashing a site with its view costs more than reading it
+        self._addresses = {id(site): addresses for site, addresses in self._sites.items()}
+        self._copied = {id(site) for site in self._sites if site.overwritten}
 
     def outdated(self) -> bool:
         """Some module that is watched has been replaced by another, or is gone."""
@@ -48,7 +51,7 @@ class Taps:
 
     def try_all(self, forward: Callable[[], object], batch: int) -> dict[Address, Tensor]:
         """Read what can be read: a site whose tensor is not laid out as its view says is left out."""
-        return self._once(_Run(self._sites, self._copied, batch, lambda _, tensor: tensor, lenient=True), forward)
+        return self._once(_Run(self._addresses, self._copied, batch, lambda _, tensor: tensor, lenient=True), forward)
 
     def run(self, forward: Callable[[], object], batch: int, keep: Keep, grad: bool = False) -> dict[Address, Tensor]:
         """Run `forward` until every site has been read, and give the tensors read.
@@ -56,7 +59,7 @@ class Taps:
         A tensor that nothing overwrites later is kept by reference. One that is overwritten, which shows in its
         version counter, makes the forward run again with that site copied; this is remembered.
         """
-        run = _Run(self._sites, self._copied, batch, keep, grad)
+        run = _Run(self._addresses, self._copied, batch, keep, grad)
         self._once(run, forward)
         unread = [a for addresses in self._sites.values() for a in addresses if a not in run.read]
         if unread:
@@ -74,10 +77,10 @@ class Taps:
     def _once(self, run: _Run, forward: Callable[[], object]) -> dict[Address, Tensor]:
         with ExitStack() as hooks:
             hooks.callback(run.close)
-            for path, sites in self._watched.items():
+            for path, watched in self._watched.items():
                 module = self._met[path]()
                 if module is not None:
-                    _watch(module, sites, run, hooks)
+                    _watch(module, watched, run, hooks)
             hooks.enter_context(_innermost(run))
             with suppress(Stopped):
                 forward()
@@ -99,6 +102,11 @@ def _child(module: nn.Module | None, parts: Iterable[str]) -> nn.Module | None:
     return module
 
 
+def _current() -> _Run | None:
+    stack: list[_Run] | None = getattr(_RUNNING, "stack", None)
+    return stack[-1] if stack else None
+
+
 @contextmanager
 def _innermost(run: _Run) -> Generator[None]:
     _RUNNING.stack = [*running(), run]
@@ -113,8 +121,8 @@ class _Run:
 
     def __init__(
         self,
-        sites: Mapping[Site, list[Address]],
-        copied: set[Site],
+        addresses: Mapping[int, list[Address]],
+        copied: set[int],
         batch: int,
         keep: Keep,
         grad: bool = False,
@@ -122,12 +130,12 @@ class _Run:
     ) -> None:
         self.read: dict[Address, Tensor] = {}
         self.grad = grad
-        self._addresses = sites
+        self._addresses = addresses
         self._copied = copied
         self._batch = batch
         self._keep = keep
         self._lenient = lenient
-        self._left = len(sites)
+        self._left = len(addresses)
         self._kept: list[tuple[Site, Tensor, int]] = []
         self._inside: list[_Inside] = []
 
@@ -143,7 +151,7 @@ class _Run:
             if self._lenient:
                 return tensor
             raise
-        copied = site in self._copied
+        copied = id(site) in self._copied
         if copied and value.data_ptr() == tensor.data_ptr():
             value = value.clone()
         onward = tensor
@@ -152,15 +160,15 @@ class _Run:
             onward = onward.clone() if copied else onward
         value = self._keep(site, value)
         self._kept.append((site, value, version_of(value)))
-        for address in self._addresses[site]:
+        for address in self._addresses[id(site)]:
             self.read[address] = value
         self._left -= 1
         if self._left == 0:
             raise Stopped
         return onward
 
-    def changed(self) -> set[Site]:
-        return {site for site, tensor, version in self._kept if version_of(tensor) != version}
+    def changed(self) -> set[int]:
+        return {id(site) for site, tensor, version in self._kept if version_of(tensor) != version}
 
     def enter(self, sites: Iterable[OpSite]) -> None:
         """Watch the operations of the module call that begins here."""
@@ -177,15 +185,28 @@ class _Run:
             self.leave()
 
 
-def _watch(module: nn.Module, sites: Iterable[Site], run: _Run, hooks: ExitStack) -> None:
+@dataclass(slots=True)
+class _Watched:
+    """What is read of one module."""
+
+    inputs: list[ModuleSite] = field(default_factory=list)
+    outputs: list[ModuleSite] = field(default_factory=list)
+    inside: list[OpSite] = field(default_factory=list)
+
+    def add(self, site: Site) -> None:
+        if isinstance(site, OpSite):
+            self.inside.append(site)
+        else:
+            (self.inputs if site.side == "input" else self.outputs).append(site)
+
+
+def _watch(module: nn.Module, watched: _Watched, run: _Run, hooks: ExitStack) -> None:
     """Hook one module for the length of one forward, only where something of it is read."""
-    inputs = [s for s in sites if isinstance(s, ModuleSite) and s.side == "input"]
-    outputs = [s for s in sites if isinstance(s, ModuleSite) and s.side == "output"]
-    inside = [s for s in sites if isinstance(s, OpSite)]
+    inputs, outputs, inside = watched.inputs, watched.outputs, watched.inside
     entered, left = count(), count()
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if running()[-1:] != [run]:
+        if _current() is not run:
             return None  # another forward of the same model: another thread's, or one inside this one
         call = next(entered)
         for site in inputs:
@@ -199,7 +220,7 @@ def _watch(module: nn.Module, sites: Iterable[Site], run: _Run, hooks: ExitStack
         return args, kwargs
 
     def leave(_: nn.Module, _args: object, output: Any) -> Any:
-        if running()[-1:] != [run]:
+        if _current() is not run:
             return None
         if inside:
             run.leave()
