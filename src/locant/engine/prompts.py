@@ -99,8 +99,15 @@ class Encoder:
 
     def strings(self, ids: Sequence[int]) -> list[str]:
         """One string per id, as many as there are ids."""
-        tokenizer = self._needed("token strings")
-        return [str(tokenizer.decode([i])) for i in ids]
+        tokenizer, known = self._needed("token strings"), self._strings
+        for i in set(ids) - known.keys():
+            known[i] = str(tokenizer.decode([i]))
+        return [known[i] for i in ids]
+
+    @cached_property
+    def _strings(self) -> dict[int, str]:
+        """Ids that were decoded before; decoding one costs more than everything else a short capture does."""
+        return {}
 
     def _ids(self, prompt: Any, index: int, prepend_bos: bool) -> tuple[int, ...]:
         if isinstance(prompt, str):
