@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -26,6 +27,21 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """One thing that happens to the residual on its way through a block.
+
+    Attributes:
+        name: the point (or the entry of ``Part.beside``) that is added, the norm's path, or the name of the weight
+            it is multiplied by.
+        factor: the number it is multiplied by.
+    """
+
+    kind: Literal["add", "norm", "scale", "weight"]
+    name: str = ""
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One place with a family of points: a block execution, or the trunk around the blocks.
 
@@ -35,6 +51,10 @@ class Part:
         modules: the paths of the weights the identities call by hand, by role.
         gate: how ``attn_gate`` gates ``z``, where it does.
         constants: numbers the forward pass has in its code, e.g. ``score_cap``.
+        beside: tensors that are no points and that identities need: what else is added to the residual
+            (``added.0``), and what multiplies ``z`` where that is no gate (``z_factor``).
+        to_mid: what makes ``resid_mid`` of ``resid_pre``; ``None`` where that could not be followed.
+        to_post: what makes ``resid_post`` of ``resid_mid``, or of ``resid_pre`` where there is no ``resid_mid``.
     """
 
     path: str
@@ -44,6 +64,13 @@ class Part:
     modules: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
     gate: Gate | None = None
+    beside: Mapping[str, Site] = field(default_factory=dict)
+    to_mid: tuple[Move, ...] | None = None
+    to_post: tuple[Move, ...] | None = None
+
+    def aside(self, name: str) -> Address:
+        """What a tensor of `beside` is kept under: no address that anyone can ask for."""
+        return Address.of_module(f"{self.path}.{self.call}.{name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +113,15 @@ class Anatomy:
         for layer in (None, *range(len(self.blocks))):
             for name in self.part(layer).sites:
                 yield Address(name, layer)
+
+    def extras(self) -> Iterator[tuple[Address, Site]]:
+        """What the proof reads besides the points: other summands of the residual, and the embeddings' modules."""
+        for part in self.blocks:
+            for name, site in part.beside.items():
+                yield part.aside(name), site
+        for path in self.entry.summands:
+            if path in self.outputs:
+                yield Address.of_module(path), self.outputs[path][0]
 
     def shape_logits(self, unembedded: Tensor) -> Tensor:
         """What the model makes of its unembedding's output: the family's scaling and soft-cap."""

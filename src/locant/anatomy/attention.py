@@ -7,15 +7,20 @@ from typing import Any
 
 from locant.anatomy.anatomy import Gate
 from locant.anatomy.projection import find_projection, heads_before_repeat, moved_from
-from locant.anatomy.sites import ModuleSite, OpSite, Site, View
+from locant.anatomy.residual import Flow, scaled
+from locant.anatomy.sites import OpSite, Site, View
 from locant.anatomy.structure import (
     CONTRACTIONS,
+    DIFFERENCES,
     GATES,
     PRODUCTS,
     Scope,
     hidden_input,
     input_site,
+    is_heavy,
     is_linear,
+    mixes_tokens,
+    op_site,
     output_site,
     rows,
 )
@@ -34,7 +39,10 @@ class Found:
     facts: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)
     module: Event | None = None
+    raw: Event | None = None
+    parts: list[Event] = field(default_factory=list)
     gate: Gate | None = None
+    beside: dict[str, Site] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +61,64 @@ class Core:
         return self.scores is self.mix
 
 
-_POINTS = (
-    "attn_in query key q_norm_in q_norm_out k_norm_in k_norm_out query_rotated key_rotated value attn_scores "
-    "attn_probs z attn_gate attn_out attn_out_post"
+_HEADS = (
+    "query key q_norm_in q_norm_out k_norm_in k_norm_out query_rotated key_rotated value attn_scores attn_probs z "
+    "attn_gate"
 ).split()
+_OUTER = ["attn_in", "attn_out", "attn_out_post"]
 
 
-def find_attention(scope: Scope) -> Found:
-    """The attention points of one block."""
+def find_attention(scope: Scope, flow: Flow) -> Found:
+    """The points of the block's token mixer; those inside it where it is softmax attention."""
     found = Found()
     core = _core(scope)
     if core is None:
-        reason = "this block has no softmax attention that can be seen (another mixer, or a fused kernel)"
-        found.absent = dict.fromkeys(_POINTS, reason)
-        found.facts = {"mixer": None}
+        _other_mixer(scope, flow, found)
         return found
     mixer = next((e for e in scope.events if not e.is_op and e.index < core.scores.index < e.end), None)
     if mixer is None:
-        found.absent = dict.fromkeys(_POINTS, "the attention of this block is in no module of its own")
+        reason = "the attention of this block is in no module of its own"
+        found.absent = dict.fromkeys([*_OUTER, *_HEADS], reason)
         found.facts = {"mixer": "other"}
         return found
-    found.module = mixer
     found.facts["mixer"] = "attention"
-    found.sites["attn_in"] = input_site(mixer)
-    taken = hidden_input(mixer)
-    if taken is not None and (norm := scope.norm_giving(taken[1])):
-        found.modules["attn_norm"] = norm.name
+    _input(scope, mixer, found)
     _heads(scope, mixer, core, found)
     _projections(scope, mixer, core, found)
     _output(scope, mixer, core, found)
     return found
+
+
+def _input(scope: Scope, mixer: Event, found: Found) -> None:
+    found.module = mixer
+    found.parts = [mixer]
+    found.sites["attn_in"] = input_site(mixer)
+    taken = hidden_input(mixer)
+    if taken is None:
+        return
+    bare, factor = scaled(taken[1])
+    if norm := scope.norm_giving(taken[1]) or scope.norm_giving(bare):
+        found.modules["attn_norm"] = norm.name
+        if factor != 1.0 and same(norm.output(), bare):
+            found.constants["attn_in_scale"] = factor
+
+
+def _other_mixer(scope: Scope, flow: Flow, found: Found) -> None:
+    """A token mixer without heads: the first of two sublayers, or the only one if it mixes tokens."""
+    sublayers = [(e, step) for e in scope.children if is_heavy(e) and (step := flow.addition_of(e)) is not None]
+    several = any(step is not sublayers[0][1] for _, step in sublayers[1:])
+    if not sublayers or not (several or mixes_tokens(sublayers[0][0])):
+        found.facts = {"mixer": None}
+        found.absent = dict.fromkeys([*_OUTER, *_HEADS], "no module of this block mixes tokens")
+        return
+    first, step = sublayers[0]
+    last = [e for e, added in sublayers if added is step][-1]
+    reason = "this block mixes tokens by other means than softmax attention, so it has no heads"
+    found.absent = dict.fromkeys(_HEADS, reason)
+    found.facts["mixer"] = "other"
+    _input(scope, first, found)
+    found.sites["attn_out"] = output_site(last)
+    found.raw = last
 
 
 def _core(scope: Scope) -> Core | None:
@@ -128,14 +164,14 @@ def _heads(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
     found.facts |= {"n_heads": n_heads, "n_kv_heads": n_kv, "head_dim": core.value.shape[-1]}
     nth = scope.trace.nth
 
-    def op_site(op: Event, slot: Any, view: View) -> OpSite:
+    def argument(op: Event, slot: Any, view: View) -> OpSite:
         return OpSite(mixer.name, op.name, nth(op, mixer), slot, mixer.call, view)
 
     matrix = View("matrix", n_heads=n_heads)
     if core.fused:
         product, arguments = core.scores, tuple(slot for slot, _ in core.scores.inputs[:2])
-        found.sites["attn_scores"] = op_site(core.scores, "scores", matrix)
-        found.sites["attn_probs"] = op_site(core.scores, "probs", matrix)
+        found.sites["attn_scores"] = argument(core.scores, "scores", matrix)
+        found.sites["attn_probs"] = argument(core.scores, "probs", matrix)
     else:
         product = next(
             e for e in scope.events if e.is_op and any(v is core.key for _, v in e.inputs) and e.name in CONTRACTIONS
@@ -144,12 +180,14 @@ def _heads(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
         n_pos = scope.residual[1].shape[1]
         for point, op in (("attn_scores", core.scores), ("attn_probs", core.mix)):
             sinks = op.inputs[0][1].shape[-1] - n_pos
-            found.sites[point] = op_site(op, 0, replace(matrix, sinks=sinks))
+            found.sites[point] = argument(op, 0, replace(matrix, sinks=sinks))
         if (cap := _cap(scope, product, core.scores)) is not None:
             found.constants["score_cap"] = cap
-    found.sites["query_rotated"] = op_site(product, arguments[0], View("heads_first", n_heads=n_heads))
-    found.sites["key_rotated"] = op_site(product, arguments[1], View(core.key_layout, n_heads=n_kv))  # type: ignore[arg-type]
-    found.sites["value"] = op_site(
+        if any(e.is_op and e.name in DIFFERENCES and product.index < e.index < core.scores.index for e in scope.events):
+            found.constants["score_shift"] = 1.0
+    found.sites["query_rotated"] = argument(product, arguments[0], View("heads_first", n_heads=n_heads))
+    found.sites["key_rotated"] = argument(product, arguments[1], View(core.key_layout, n_heads=n_kv))  # type: ignore[arg-type]
+    found.sites["value"] = argument(
         core.mix, core.mix.inputs[2 if core.fused else 1][0], View("heads_first", n_heads=n_kv)
     )
 
@@ -177,6 +215,8 @@ def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
     for name, own in back.items():
         others = {id(v) for other, values in back.items() if other != name for v in values}
         only = [core.value] if name == "value" else [v for v in own if id(v) not in others]
+        whole = {"query": core.query, "key": core.key, "value": core.value}[name].tensor.numel()
+        only = [v for v in only if v.tensor.numel() <= whole]  # more than that holds an output gate too
         projection = find_projection(only, own, linears, n_pos)
         if projection is not None:
             event, channels = projection
@@ -185,6 +225,7 @@ def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
             if handed is not None and taken is not None and same(handed[1], taken[1]):
                 found.modules[f"w_{name[0]}"] = event.name
     norms = [e for e in scope.norms if mixer.index < e.index < core.scores.index]
+    outputs = {id(e.output()) for e in linears}
     for name, short in (("query", "q"), ("key", "k")):
         reach = {id(v) for v in back[name]} - {id(v) for other, vs in back.items() if other != name for v in vs}
         late = [e.index for e in linears if id(e.output()) in {id(v) for v in back[name]}]
@@ -194,6 +235,12 @@ def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
             found.sites[f"{short}_norm_in"] = input_site(norm, View(layout))
             found.sites[f"{short}_norm_out"] = output_site(norm, View(layout))
             found.modules[f"{short}_norm"] = norm.name
+            taken = hidden_input(norm)
+            if taken is not None and not any(id(v) in outputs for v in moved_from(taken[1])):
+                found.constants[f"{short}_norm_late"] = 1.0
+        clip = next((c for v in back[name] if (c := _clip(v.producer)) is not None), None)
+        if clip is not None:
+            found.constants[f"{name}_clip"] = clip
     found.facts["qk_norm"] = "q_norm" in found.modules
     for point in ("q_norm_in", "q_norm_out", "k_norm_in", "k_norm_out"):
         if point not in found.sites:
@@ -201,6 +248,14 @@ def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
     for name in ("query", "key"):
         if name not in found.sites:
             found.absent[name] = f"no single projection holds the {name} before its position encoding"
+
+
+def _clip(made: Event | None) -> float | None:
+    """The bound of a symmetric clamp."""
+    if made is None or made.name not in ("clamp", "clamp_", "clip", "clip_"):
+        return None
+    bounds = {abs(x) for x in made.scalars}
+    return bounds.pop() if len(bounds) == 1 else None
 
 
 def _head_layout(value: Value | None, n_pos: int) -> Any:
@@ -219,7 +274,7 @@ def _output(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
     found.modules["w_o"] = w_o.name
     found.sites["z"] = input_site(w_o)
     found.sites["attn_out"] = output_site(w_o)
-    found.sites["attn_out_post"] = contribution(scope, w_o, found, "attn_post_norm")
+    found.raw = w_o
     _gate(scope, mixer, core, w_o, found)
 
 
@@ -227,13 +282,19 @@ def _gate(scope: Scope, mixer: Event, core: Core, w_o: Event, found: Found) -> N
     """The projection whose function the attention output is multiplied by on its way to `w_o`."""
     found.absent["attn_gate"] = "the attention output of this block is not gated"
     taken = hidden_input(w_o)
+    if taken is not None and (norm := scope.norm_giving(taken[1])) is not None and norm.index > core.mix.index:
+        found.modules["z_norm"] = norm.name
+        taken = hidden_input(norm)
     product = moved_from(taken[1])[-1].producer if taken is not None else None
     if product is None or product.name not in PRODUCTS or len(product.inputs) != 2:
         return
     mixed = core.mix.outputs[0][1]
     plain = [v for _, v in product.inputs if not _descends(scope, v, mixed, core.mix)]
     function = moved_from(plain[0])[-1].producer if len(plain) == 1 else None
-    if function is None or function.name not in GATES or not function.inputs:
+    if function is None:
+        return
+    if function.name not in GATES or not function.inputs:
+        _factor(scope, plain[0], found)
         return
     linears = [e for e in scope.events if mixer.index < e.index < w_o.index and is_linear(e)]
     argument = function.inputs[0][1]
@@ -242,6 +303,7 @@ def _gate(scope: Scope, mixer: Event, core: Core, w_o: Event, found: Found) -> N
     )
     if source is None:
         found.absent["attn_gate"] = "no single projection holds the gate of this block's attention output"
+        _factor(scope, plain[0], found)
         return
     event, channels = source
     del found.absent["attn_gate"]
@@ -249,13 +311,8 @@ def _gate(scope: Scope, mixer: Event, core: Core, w_o: Event, found: Found) -> N
     found.gate = Gate(function.name, channels)
 
 
-def contribution(scope: Scope, raw: Event, found: Found, role: str) -> ModuleSite:
-    """What is added to the residual: `raw`'s output, after the norm that reads it and the family's multiplier."""
-    norm = scope.norm_reading(raw.output())
-    source = raw
-    if norm is not None and norm.index > raw.index:
-        found.modules[role] = norm.name
-        source = norm
-    scale = scope.multiplier(source.output())
-    value = source.output()
-    return output_site(source, replace(rows(value), scale=scale) if value is not None else None)
+def _factor(scope: Scope, factor: Value, found: Found) -> None:
+    """What the attention output is multiplied by, where that is no function of one projection."""
+    made = factor.producer
+    if made is not None:
+        found.beside["z_factor"] = op_site(scope, made, View("raw"), factor.overwritten)

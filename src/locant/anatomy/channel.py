@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from locant.anatomy.attention import Found, contribution
+from locant.anatomy.attention import Found
 from locant.anatomy.projection import channel_index
+from locant.anatomy.residual import Flow, scaled
 from locant.anatomy.sites import Channels, ModuleSite, OpSite, Site, View
-from locant.anatomy.structure import PRODUCTS, Scope, hidden_input, input_site, is_linear, output_site, rows
+from locant.anatomy.structure import (
+    ADDITIONS,
+    PRODUCTS,
+    Scope,
+    hidden_input,
+    input_site,
+    is_heavy,
+    is_linear,
+    output_site,
+    rows,
+)
 from locant.anatomy.trace import Event, Trace, Value, same
 
 _NEURONS = ("mlp_pre", "mlp_pre_linear", "mlp_act")
@@ -18,13 +30,16 @@ _ROUTER = ("router_logits", "expert_weights", "expert_indices")
 
 
 class ChannelFound(Found):
-    """What was found, and whether the MLP reads the block's input rather than the residual after attention."""
+    """What was found, and the residual after attention; `parallel` where the MLP reads the block's input."""
 
-    __slots__ = ("parallel",)
+    __slots__ = ("experts", "middle", "parallel", "shared")
 
     def __init__(self) -> None:
         super().__init__()
         self.parallel = False
+        self.middle: Value | None = None
+        self.experts: Event | None = None
+        self.shared: Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,7 @@ class Body:
     first: Event
     last: Event
     inside: list[Event]
+    modules: list[Event]
 
     @property
     def taken(self) -> Value:
@@ -42,15 +58,16 @@ class Body:
         return found[1]
 
 
-def find_channel_mixer(scope: Scope, attention: Found) -> ChannelFound:
+def find_channel_mixer(scope: Scope, flow: Flow, attention: Found) -> ChannelFound:
     """The points of the block's MLP, dense or sparse."""
     found = ChannelFound()
-    body = _body(scope, attention.module)
+    body = _body(scope, flow, attention)
     if body is None:
         reason = "no module of this block mixes channels alone"
         found.absent = dict.fromkeys(["resid_mid", "mlp_in", "mlp_out", "mlp_out_post", *_NEURONS, *_ROUTER], reason)
         found.facts = {"channel": None}
         return found
+    found.module, found.parts = body.first, body.modules
     found.sites["mlp_in"] = input_site(body.first)
     _middle(scope, body, found)
     experts = next((e for e in body.inside if not e.is_op and _choice(e) is not None), None)
@@ -58,23 +75,32 @@ def find_channel_mixer(scope: Scope, attention: Found) -> ChannelFound:
         _sparse(scope, body, experts, found)
     else:
         _dense(scope, body, found)
-    if norm := scope.norm_giving(scope.run.output()):
-        found.modules["block_norm"] = norm.name
     return found
 
 
-def _body(scope: Scope, attention: Event | None) -> Body | None:
-    heavy = [e for e in scope.children if _is_heavy(e) and not _holds(e, attention)]
-    after = [e for e in heavy if attention is None or e.index > attention.index]
+def _body(scope: Scope, flow: Flow, attention: Found) -> Body | None:
+    mixer = attention.module
+    heavy = [e for e in scope.children if is_heavy(e) and e is not mixer and not _holds(e, mixer)]
+    if attention.facts.get("mixer") == "other":
+        written = flow.addition_of(mixer) if mixer is not None else None
+        heavy = [e for e in heavy if flow.addition_of(e) is not written] if written is not None else []
+    if flow.steps is not None and (group := _writers(flow, heavy, mixer)):
+        return Body(group[0], group[-1], scope.trace.events[group[0].index : group[-1].end], group)
+    after = [e for e in heavy if mixer is None or e.index > mixer.index]
     if len(after) > 1 and all(len(_linears(scope, e)) == 1 for e in after):
         first, last = after[0], after[-1]
-        return Body(first, last, scope.trace.events[first.index : last.end])
-    return Body(heavy[-1], heavy[-1], scope.trace.within(heavy[-1])) if heavy else None
+        return Body(first, last, scope.trace.events[first.index : last.end], after)
+    return Body(heavy[-1], heavy[-1], scope.trace.within(heavy[-1]), heavy[-1:]) if heavy else None
 
 
-def _is_heavy(event: Event) -> bool:
-    matrices = event.module is not None and any(p.dim() >= 2 for p in event.module.parameters())
-    return matrices and event.output() is not None and hidden_input(event) is not None
+def _writers(flow: Flow, heavy: Sequence[Event], mixer: Event | None) -> list[Event]:
+    """The modules behind the first addition after attention's own, or behind that one in a parallel block."""
+    own = flow.addition_of(mixer) if mixer is not None else None
+    at = flow.additions.index(own) if own is not None else -1
+    for step in [*flow.additions[at + 1 :], *flow.additions[: at + 1]]:
+        if group := [e for e in heavy if flow.addition_of(e) is step]:
+            return group
+    return []
 
 
 def _holds(event: Event, other: Event | None) -> bool:
@@ -100,9 +126,23 @@ def _middle(scope: Scope, body: Body, found: ChannelFound) -> None:
         )
     else:
         found.sites["resid_mid"] = input_site(source)
+        found.middle = read[1] if read is not None else None
+
+
+def _routed(body: Body, found: ChannelFound) -> bool:
+    """Some tensor says which experts take a token, but no module is handed indices and weights together."""
+    if not any(e.is_op and e.name == "topk" for e in body.inside):
+        return False
+    reason = "this block chooses experts, and hands them no indices and weights [tokens, chosen] that could be read"
+    found.absent |= dict.fromkeys([*_ROUTER, *_NEURONS], reason)
+    found.facts = {"channel": "moe"}
+    found.raw = body.last
+    return True
 
 
 def _dense(scope: Scope, body: Body, found: ChannelFound) -> None:
+    if _routed(body, found):
+        return
     found.absent |= dict.fromkeys(_ROUTER, "this block has a dense MLP, no router")
     linears = [e for e in body.inside if is_linear(e)]
     if not linears:
@@ -113,8 +153,11 @@ def _dense(scope: Scope, body: Body, found: ChannelFound) -> None:
     found.modules["w_down"] = down.name
     found.sites["mlp_act"] = input_site(down)
     found.sites["mlp_out"] = output_site(down)
-    found.sites["mlp_out_post"] = contribution(scope, down, found, "mlp_post_norm")
+    found.raw = down
     activated = hidden_input(down)[1]  # type: ignore[index]
+    if (norm := scope.norm_giving(activated)) is not None and norm.index > body.first.index:
+        found.modules["act_norm"] = norm.name
+        activated = hidden_input(norm)[1]  # type: ignore[index]
     found.facts["d_mlp"] = activated.shape[-1]
     _branches(scope, body, linears[:-1], activated, found)
 
@@ -134,15 +177,20 @@ def _branches(scope: Scope, body: Body, linears: list[Event], activated: Value, 
         found.absent["mlp_pre_linear"] = "the MLP of this block is not gated, so it has one branch"
     else:
         found.sites["mlp_pre_linear"], found.modules["w_up"] = _branch_site(linear, linears, scope)
-    act = next((e for e in scope.events if e.module is not None and e.output() is gate and not is_linear(e)), None)
     back = scope.trace.ancestors(gate, body.first.index)
     before = next((v for v in back if v is not gate and _source(v, linears, scope) is not None), None)
+    act = next((e for e in scope.calls if same(e.output(), gate) and _takes(e, before)), None)
     if before is None:
         found.absent["mlp_pre"] = "no linear map leads straight into this MLP's activation"
         return
     found.sites["mlp_pre"], found.modules["w_gate"] = _branch_site(before, linears, scope)
     if act is not None:
         found.modules["activation"] = act.name
+
+
+def _takes(event: Event, value: Value | None) -> bool:
+    read = hidden_input(event)
+    return read is not None and same(read[1], value)
 
 
 def _source(value: Value, linears: list[Event], scope: Scope) -> tuple[Event, list[int]] | None:
@@ -179,12 +227,12 @@ def _choice(event: Event) -> tuple[tuple[object, Value], tuple[object, Value]] |
 def _sparse(scope: Scope, body: Body, experts: Event, found: ChannelFound) -> None:
     reason = "the neurons of a mixture of experts belong to its experts, one set each"
     found.absent |= dict.fromkeys(_NEURONS, reason)
-    found.sites["mlp_out"] = output_site(body.last)
-    found.sites["mlp_out_post"] = contribution(scope, body.last, found, "mlp_post_norm")
+    found.raw = body.last
     choice = _choice(experts)
     assert choice is not None, "an experts call is chosen by taking a choice"
     chosen, weight = choice
     found.modules["experts"] = experts.name
+    found.experts = experts
     found.facts |= {"channel": "moe", "experts_per_token": chosen[1].shape[-1]}
 
     def argument(slot: object, value: Value) -> ModuleSite:
@@ -195,7 +243,9 @@ def _sparse(scope: Scope, body: Body, experts: Event, found: ChannelFound) -> No
     inside = [e for e in body.inside if not e.is_op and e.index < experts.index]
     router = next((e for e in reversed(inside) if any(same(v, chosen[1]) for _, v in e.outputs)), None)
     _shared(scope, body, experts, router, found)
-    logits = _logits(scope.trace, router, inside)
+    reach = {id(v) for v in scope.trace.ancestors(chosen[1], scope.run.index)}
+    made = [e for e in inside if is_linear(e) and id(e.output()) in reach]
+    logits = _logits(scope.trace, router, made)
     if logits is None:
         found.absent["router_logits"] = "no module of this block returns one number per expert"
         return
@@ -205,24 +255,38 @@ def _sparse(scope: Scope, body: Body, experts: Event, found: ChannelFound) -> No
 
 def _shared(scope: Scope, body: Body, experts: Event, router: Event | None, found: ChannelFound) -> None:
     """Experts that every token goes through, beside the chosen ones, and their gate where there is one."""
-    beside = [
-        e
-        for e in body.inside
-        if e.depth == body.first.depth + 1 and e is not experts and e is not router and _is_heavy(e)
-    ]
-    for event in beside:
+    depth = body.first.depth + 1
+    inside = [e for e in body.inside if e.depth == depth and e is not experts and e is not router]
+    for event in [*body.modules[1:], *inside]:
         linears, given = _linears(scope, event), event.output()
         if len(linears) > 1:
-            found.modules["shared"] = event.name
+            found.modules["shared"], found.shared = event.name, event
         elif linears and given is not None and given.shape[-1] == 1:
             found.modules["shared_gate"] = event.name
 
 
-def _logits(trace: Trace, router: Event | None, inside: list[Event]) -> tuple[Site, int] | None:
+def mixture(out: Value, found: Found) -> dict[str, float]:
+    """What the sum of the chosen experts, and that of the shared ones, is multiplied by before both are added."""
+    if not isinstance(found, ChannelFound) or found.experts is None:
+        return {}
+    scales: dict[str, float] = {}
+    terms = [(out, 1.0)]
+    for value, factor in terms:
+        bare, own = scaled(value)
+        made = bare.producer
+        if same(bare, found.experts.output()):
+            scales["experts_scale"] = factor * own
+        elif found.shared is not None and same(bare, found.shared.output()):
+            scales["shared_scale"] = factor * own
+        elif made is not None and made.name in ADDITIONS and len(made.inputs) == 2:
+            terms.extend((v, factor * own) for _, v in made.inputs)
+    return scales
+
+
+def _logits(trace: Trace, router: Event | None, linears: list[Event]) -> tuple[Site, int] | None:
     """The router's output of one number per expert: its own, or its linear map's."""
     candidates = [router] if router is not None else []
-    candidates += [e for e in inside if is_linear(e)]
-    for event in candidates:
+    for event in [*candidates, *linears]:
         for slot, value in event.outputs:
             if value.tensor.is_floating_point() and value.shape[-1] == _n_experts(event):
                 view = View("flat" if value.tensor.dim() == 2 else "tokens")

@@ -6,7 +6,7 @@ hundred times larger than the rest, and one scale for all would hide every other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from locant.address import Address
-from locant.anatomy.anatomy import Anatomy, Part
+from locant.anatomy.anatomy import Anatomy, Move, Part
 from locant.anatomy.facts import Facts
 from locant.anatomy.sites import Channels, wide
 
@@ -88,7 +88,7 @@ class Evidence:
         return self._tape.get(Address.of_module(path))
 
     def address(self, name: str) -> Address:
-        return Address(name, self.layer)
+        return self.part.aside(name) if name in self.part.beside else Address(name, self.layer)
 
     def plays(self, role: str) -> bool:
         return role in self.part.modules
@@ -123,18 +123,46 @@ class Evidence:
         floor = (1e-4 * scale.max()).clamp_min(1e-30)
         return Equation(members, _finite(((a - b).abs() / scale.clamp_min(floor)).max()), bool(scale.max() == 0))
 
-    def summed(self, total: str, *terms: str) -> Equation:
-        """The points `terms` add up to `total`.
+    def follows(self, total: str, start: str, moves: Sequence[Move]) -> Equation:
+        """The residual `total` is what `moves` make of the residual `start`."""
+        points = [m.name for m in moves if m.kind == "add" and m.name not in self.part.beside]
+        first = next((i for i, m in enumerate(moves) if m.kind == "add"), len(moves))
+        last = next((i for i in range(len(moves), first, -1) if moves[i - 1].kind == "add"), first)
+        carried = self._moved(self.get(start), moves[:first])
+        if any(m.kind != "add" for m in moves[first:last]) or moves[last:]:
+            return self.equal(self.get(total), self._moved(carried, moves[first:]), total, start, *points)
+        return self.summed(
+            self.get(total), [carried, *(self.get(m.name) for m in moves[first:])], total, start, *points
+        )
+
+    def _moved(self, value: Tensor, moves: Sequence[Move]) -> Tensor:
+        for move in moves:
+            if move.kind == "add":
+                value = value + self.get(move.name)
+            elif move.kind == "norm":
+                value = self.call_path(move.name, value)
+            elif move.kind == "scale":
+                value = value * move.factor
+            else:
+                value = value * self._weight(move.name)
+        return value
+
+    def _weight(self, name: str) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        weight: Tensor = getattr(self._module(path), leaf)
+        return weight.detach().to(self.ids.device)
+
+    def summed(self, whole: Tensor, parts: Sequence[Tensor], *names: str) -> Equation:
+        """`parts` add up to `whole`.
 
         Added in the model's own dtype they give `total` bit for bit, in some order, and that tells something as long
         as leaving one out would not. Where they do not, the error is relative to the smallest term, and a row counts
         only where that term stands out of the rounding of the sum; where none does, the identity proves nothing.
         """
-        members = frozenset(map(self.address, (total, *terms)))
-        whole, parts = self.get(total), [self.get(t) for t in terms]
+        members = frozenset(map(self.address, names))
         if any(part.shape != whole.shape for part in parts):
             return Equation(members, float("inf"))
-        orders = list(permutations(parts))
+        orders = list(permutations(parts)) if len(parts) < 5 else [tuple(parts)]
         if any(torch.equal(sum(order[1:], order[0]), whole) for order in orders):
             idle = any(torch.equal(sum(order[1:-1], order[0]), whole) for order in orders)
             return Equation(members, 0.0, idle)

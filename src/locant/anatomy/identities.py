@@ -6,16 +6,17 @@ Which identities must hold for a point to count as proven stands in POINTS.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from locant.address import Address
-from locant.anatomy.anatomy import Gate
+from locant.anatomy.anatomy import Gate, Move
 from locant.anatomy.evidence import Equation, Evidence
 from locant.anatomy.sites import wide
 from locant.anatomy.structure import CALL_ERRORS
+from locant.points import POINTS
 
 Measure = Callable[[Evidence], list[Equation]]
 
@@ -122,7 +123,8 @@ def _first_residual(e: Evidence) -> list[Equation]:
 def _mid_sum(e: Evidence) -> list[Equation]:
     if not e.has("resid_mid", "attn_out_post"):
         return []
-    return [e.summed("resid_mid", "resid_pre", "attn_out_post")]
+    moves = _ADDED[:1] if e.part.to_mid is None else e.part.to_mid
+    return _for_raw(e, e.follows("resid_mid", "resid_pre", moves))
 
 
 @_identity(
@@ -131,22 +133,40 @@ def _mid_sum(e: Evidence) -> list[Equation]:
     "with the norm after the sum, norm(mlp_in + mlp_out_post)",
 )
 def _block_sum(e: Evidence) -> list[Equation]:
-    if e.plays("block_norm") and e.has("mlp_in", "mlp_out_post"):
-        normed = e.call("block_norm", e.get("mlp_in") + e.get("mlp_out_post"))
-        return [e.equal(e.get("resid_post"), normed, "resid_post", "mlp_in", "mlp_out_post")]
-    terms = ("resid_mid", "mlp_out_post") if e.has("resid_mid") else ("resid_pre", "attn_out_post", "mlp_out_post")
-    return [e.summed("resid_post", *terms)] if e.has(*terms) else []
+    start = "resid_mid" if e.has("resid_mid") else "resid_pre"
+    moves = e.part.to_post
+    if moves is None:
+        moves = _ADDED[1:] if start == "resid_mid" else _ADDED
+    if not e.has(*(m.name for m in moves if m.kind == "add" and m.name in POINTS)):
+        return []
+    return _for_raw(e, e.follows("resid_post", start, moves))
+
+
+_ADDED = (Move("add", "attn_out_post"), Move("add", "mlp_out_post"))
+
+
+def _for_raw(e: Evidence, equation: Equation) -> list[Equation]:
+    """The equation, and again for each sublayer's raw output where that is what is added."""
+    found = [equation]
+    for sublayer in ("attn", "mlp"):
+        raw, added = e.address(f"{sublayer}_out"), e.address(f"{sublayer}_out_post")
+        if added in equation.members and e.has(raw.name):
+            sites = e.part.sites[raw.name], e.part.sites[added.name]
+            if sites[0] == replace(sites[1], view=replace(sites[1].view, scale=1.0)):
+                found.append(replace(equation, members=frozenset([raw])))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ attention
 
 
-@_identity("attn_input", "attn_in = norm(resid_pre)")
+@_identity("attn_input", "attn_in = scale · norm(resid_pre)")
 def _attn_input(e: Evidence) -> list[Equation]:
     if not e.has("attn_in"):
         return []
     residual = e.get("resid_pre")
     normed = e.call("attn_norm", residual) if e.plays("attn_norm") else residual
+    normed = normed * e.part.constants.get("attn_in_scale", 1.0)
     return [e.equal(e.get("attn_in"), normed, "attn_in", "resid_pre")]
 
 
@@ -161,7 +181,7 @@ def _projection(e: Evidence) -> list[Equation]:
         wanted = projected if channels is None else channels.read(projected)
         found.append(e.equal(e.get(name), wanted, name, "attn_in"))
         normed = f"{name[0]}_norm_in"
-        if name != "value" and e.has(normed):
+        if name != "value" and e.has(normed) and f"{name[0]}_norm_late" not in e.part.constants:
             found.append(e.equal(e.get(normed), wanted, normed, "attn_in"))
     return found
 
@@ -174,11 +194,14 @@ def _qk_norm(e: Evidence) -> list[Equation]:
         if not e.has(*names):
             continue
         before, after = map(e.get, names)
-        if e.part.sites[names[0]].view.layout == "tokens":
+        site = e.part.sites[names[0]]
+        if site.view.layout == "tokens":
             normed = e.call(f"{short}_norm", before)
         else:
             heads = e.facts.n_heads if short == "q" else e.facts.n_kv_heads
-            normed = e.call(f"{short}_norm", before.unflatten(-1, (heads or 1, -1))).flatten(-2)
+            axes = (2, 1) if site.view.layout == "heads_first" else (1, 1)
+            by_head = before.unflatten(-1, (heads or 1, -1)).transpose(*axes)
+            normed = e.call(f"{short}_norm", by_head).transpose(*axes).flatten(-2)
         found.append(e.equal(after, normed, *names))
     return found
 
@@ -187,14 +210,23 @@ def _qk_norm(e: Evidence) -> list[Equation]:
 def _rotation(e: Evidence) -> list[Equation]:
     found = []
     for name in ("query", "key"):
-        source = f"{name[0]}_norm_out" if e.has(f"{name[0]}_norm_out") else name
-        names = (source, f"{name}_rotated")
-        if e.has(*names):
-            before, after = map(e.by_head, names)
-            before = before * _one_scale(before[:, :, 0], after[:, :, 0])
-            found.append(_at_start(e, before[:, :, 0], after[:, :, 0], names))
-            found.append(e.equal(after.norm(dim=-1), before.norm(dim=-1), *names))
+        normed = [f"{name[0]}_norm_in", f"{name[0]}_norm_out"]
+        late = f"{name[0]}_norm_late" in e.part.constants
+        pairs = [(normed[1] if e.has(normed[1]) and not late else name, f"{name}_rotated")]
+        if late:  # rotated first, normed after
+            pairs = [(name, normed[0]), (normed[1], f"{name}_rotated")]
+        for names in pairs:
+            if e.has(*names):
+                found += _rotated(e, names, e.part.constants.get(f"{name}_clip"))
     return found
+
+
+def _rotated(e: Evidence, names: tuple[str, str], clip: float | None) -> list[Equation]:
+    before, after = map(e.by_head, names)
+    before = before if clip is None else before.clamp(-clip, clip)
+    before = before * _one_scale(before[:, :, 0], after[:, :, 0])
+    start = _at_start(e, before[:, :, 0], after[:, :, 0], names)
+    return [start, e.equal(after.norm(dim=-1), before.norm(dim=-1), *names)]
 
 
 def _one_scale(before: Tensor, after: Tensor) -> float:
@@ -211,7 +243,9 @@ def _at_start(e: Evidence, before: Tensor, after: Tensor, names: tuple[str, str]
 
 
 @_identity(
-    "scores", "attn_scores = scale · query_rotated · key_rotated (capped, masked; with sinks up to a shift of each row)"
+    "scores",
+    "attn_scores = scale · query_rotated · key_rotated (+ slope · distance), capped, masked; with sinks up to a shift "
+    "of each row",
 )
 def _scores(e: Evidence) -> list[Equation]:
     names = ("attn_scores", "query_rotated", "key_rotated")
@@ -222,22 +256,44 @@ def _scores(e: Evidence) -> list[Equation]:
     if query.shape[1] % key.shape[1] or scores.shape[:3] != query.shape[:3]:
         return [e.fails(*names)]
     product = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2)
-    kinds = (scores.dtype, getattr(torch, e.dtype))  # a mask may be of the model's dtype where scores are wider
-    seen = scores > max(torch.finfo(kind).min for kind in kinds) / 2
+    seen = scores > _MASKED
     future = torch.ones_like(seen[0, 0]).triu(1)
     if bool((seen & future).any()):
         return [e.fails(*names)]
-    if e.part.sites["attn_scores"].view.sinks:  # the softmax of such a family is handed rows that are shifted
-        product, scores = (_centred(t, seen) for t in (product, scores))
+    if e.part.sites["attn_scores"].view.sinks or "score_shift" in e.part.constants:
+        product, scores = (_centred(t, seen) for t in (product, scores))  # its softmax is handed shifted rows
     rebuilt = _scaled(product, scores, seen, e.part.constants.get("score_cap"))
     none = torch.zeros_like(scores)
-    return [e.equal(torch.where(seen, rebuilt, none), torch.where(seen, scores, none), *names)]
+    equation = e.equal(torch.where(seen, rebuilt, none), torch.where(seen, scores, none), *names)
+    if equation.error > 1e-2 and scores.shape[-1] > 4:
+        product, scores = (_centred(t, seen) for t in (product, scores))
+        biased = e.equal(_with_distance(product, scores, seen), scores, *names)
+        equation = min(equation, biased, key=lambda q: q.error)
+    return [equation]
+
+
+_MASKED = -9e3
+"""No score of a token that is seen is as low; families mask with this much or more."""
+
+
+def _with_distance(product: Tensor, scores: Tensor, seen: Tensor) -> Tensor:
+    """One scale for `product` and one slope a head for the key's position, as they come closest to `scores`.
+
+    All rows are centred: what is the same for a whole row, no softmax sees (Press et al. 2022, section 3).
+    """
+    n_heads = scores.shape[1]
+    place = torch.arange(scores.shape[-1], dtype=scores.dtype, device=scores.device).expand_as(scores)
+    place = _centred(place, seen)
+    slopes = torch.eye(n_heads, dtype=scores.dtype, device=scores.device)[None, :, None, None] * place[..., None]
+    columns = torch.cat([product[..., None], slopes], -1)
+    solution = torch.linalg.lstsq(columns.flatten(0, -2), scores.flatten()[:, None]).solution
+    return (columns @ solution).squeeze(-1)
 
 
 def _centred(rows: Tensor, seen: Tensor) -> Tensor:
-    """Rows less their mean over the entries seen."""
-    count = seen.sum(-1, keepdim=True)
-    return rows - torch.where(seen, rows, torch.zeros_like(rows)).sum(-1, keepdim=True) / count
+    """Rows less their mean over the entries seen, zero elsewhere."""
+    rows = torch.where(seen, rows, torch.zeros_like(rows))
+    return torch.where(seen, rows - rows.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True), torch.zeros_like(rows))
 
 
 def _scaled(product: Tensor, scores: Tensor, seen: Tensor, cap: float | None) -> Tensor:
@@ -275,7 +331,21 @@ def _mixing(e: Evidence) -> list[Equation]:
     if e.part.gate is not None and e.has("attn_gate"):
         gate = _opened(e.get("attn_gate"), e.part.gate, mixed.shape[-1])
         mixed, summed, names = mixed * gate, summed * gate.abs(), (*names, "attn_gate")
+    elif "z_factor" in e.part.beside:
+        factor = _aligned(e.get("z_factor"), mixed, value.shape[1])
+        mixed, summed = mixed * factor, summed * factor.abs()
+    if e.plays("z_norm"):
+        return [e.equal(e.get("z"), e.call("z_norm", mixed.to(e.get("z").dtype)), *names)]
     return [e.equal(e.get("z"), mixed, *names, size=summed.amax(-1, keepdim=True))]
+
+
+def _aligned(factor: Tensor, mixed: Tensor, n_heads: int) -> Tensor:
+    """A factor ``[batch, head, pos, ...]`` or ``[batch, pos, head, ...]`` as ``[batch, pos, width]``."""
+    factor = wide(factor)
+    if factor.dim() == 4 and factor.shape[1] == n_heads != factor.shape[2]:
+        factor = factor.transpose(1, 2)
+    factor = factor.reshape(*mixed.shape[:2], -1)
+    return factor.repeat_interleave(mixed.shape[-1] // factor.shape[-1], -1)
 
 
 def _opened(projected: Tensor, gate: Gate, width: int) -> Tensor:
@@ -301,10 +371,13 @@ def _contribution(e: Evidence, sublayer: str) -> list[Equation]:
     names = (f"{sublayer}_out_post", f"{sublayer}_out")
     if not e.has(*names):
         return []
-    value = e.get(names[1])
+    value, added = e.get(names[1]), e.get(names[0])
     if e.plays(f"{sublayer}_post_norm"):
         value = e.call(f"{sublayer}_post_norm", value)
-    equation = e.equal(e.get(names[0]), value * e.part.sites[names[0]].view.scale, *names)
+    equation = e.equal(added, value * e.part.sites[names[0]].view.scale, *names)
+    if e.part.sites[names[0]] != e.part.sites[names[1]] and equation.error > 1e-2 and added.shape == value.shape:
+        bias = (added - value).flatten(0, -2).mean(0)
+        equation = min(equation, e.equal(added, value + bias, *names), key=lambda q: q.error)
     return [equation if e.plays(f"{sublayer}_post_norm") else e.by_construction(equation)]
 
 
@@ -342,6 +415,8 @@ def _activation(e: Evidence) -> list[Equation]:
     if e.has("mlp_pre_linear"):
         names.append("mlp_pre_linear")
         value = value * e.get("mlp_pre_linear")
+    if e.plays("act_norm"):
+        value = e.call("act_norm", value)
     return [e.equal(e.get("mlp_act"), value, *names)]
 
 
@@ -362,18 +437,20 @@ def _mlp_contribution(e: Evidence) -> list[Equation]:
 
 @_identity(
     "routing",
-    "router_logits = router(mlp_in); expert_weights ∝ softmax or sigmoid of router_logits at expert_indices",
+    "router_logits = router(mlp_in); expert_weights ∝ softmax or sigmoid of router_logits at expert_indices, or what "
+    "the router makes of mlp_in",
 )
 def _routing(e: Evidence) -> list[Equation]:
     names = ("router_logits", "expert_weights", "expert_indices")
     if not e.has(*names):
         return []
     logits, weights, indices = wide(e.get(names[0])), wide(e.get(names[1])), e.get(names[2])
-    made = [
-        e.equal(logits, x.reshape(logits.shape), names[0], "mlp_in") for x in _routed(e) if x.numel() == logits.numel()
-    ]
+    routed = _routed(e)
+    made = [e.equal(logits, x.reshape(logits.shape), names[0], "mlp_in") for x in routed if x.numel() == logits.numel()]
     kinds = [kind.gather(-1, indices) for kind in (logits.softmax(-1), logits.sigmoid())]
     scaled = [kind * (weights.sum(-1, keepdim=True) / kind.sum(-1, keepdim=True)) for kind in kinds]
+    if not torch.allclose(logits.sum(-1), torch.ones_like(logits[..., 0]), atol=1e-3):  # else these are shares already
+        scaled += [x.reshape(weights.shape) for x in routed if x.numel() == weights.numel()]
     chosen = [e.equal(weights, wanted, *names) for wanted in scaled]
     return [min(found, key=lambda q: q.error) for found in (made, chosen) if found]
 
@@ -391,17 +468,21 @@ def _routed(e: Evidence) -> list[Tensor]:
 
 
 @_identity(
-    "expert_sum", "mlp_out = Σ expert_weights · expert(mlp_in) over expert_indices (+ shared expert)", doubt_from=()
+    "expert_sum",
+    "mlp_out = scale · Σ expert_weights · expert(mlp_in) over expert_indices (+ scale · shared expert)",
+    doubt_from=(),
 )
 def _expert_sum(e: Evidence) -> list[Equation]:
     names = ("mlp_out", "mlp_in", "expert_indices", "expert_weights")
     if not e.has(*names) or not e.plays("experts"):
         return []
     out = e.get("mlp_out")
+    constants = e.part.constants
     rebuilt = e.call("experts", *(e.get(name).flatten(0, 1) for name in names[1:])).reshape(out.shape)
+    rebuilt = rebuilt * constants.get("experts_scale", 1.0)
     if e.plays("shared"):
         shared = e.call("shared", e.get("mlp_in"))
         if e.plays("shared_gate"):
             shared = shared * e.call("shared_gate", e.get("mlp_in")).sigmoid()
-        rebuilt = rebuilt + shared
+        rebuilt = rebuilt + shared * constants.get("shared_scale", 1.0)
     return [e.equal(rebuilt, out, *names)]

@@ -61,7 +61,7 @@ def _is_copy(value: Value, origin: Value) -> bool:
 def moved_from(value: Value) -> list[Value]:
     """`value` and everything it is an untouched copy or view of, nearest first."""
     chain = [value]
-    while (step := chain[-1].producer) is not None and step.name in _MOVES and step.inputs:
+    while (step := chain[-1].producer) is not None and step.name in MOVES and step.inputs:
         chain.append(step.inputs[0][1])
     return chain
 
@@ -77,7 +77,7 @@ def heads_before_repeat(value: Value) -> int:
     return value.shape[-3] // repeats
 
 
-_MOVES = frozenset(
+MOVES = frozenset(
     "view reshape flatten unflatten transpose permute movedim swapaxes swapdims contiguous clone split chunk "
     "tensor_split unbind narrow select __getitem__ squeeze unsqueeze expand expand_as repeat_interleave repeat "
     "view_as broadcast_to __get__".split()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Slot = int | str | None
-Layout = Literal["tokens", "flat", "heads", "heads_first", "keys", "matrix", "raw"]
+Layout = Literal["tokens", "shared", "flat", "heads", "heads_first", "keys", "matrix", "raw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class View:
     """How the tensor at a site becomes the point's tensor.
 
     Attributes:
-        layout: ``tokens`` ``[batch, pos, ...]``; ``flat`` ``[batch * pos, ...]``; ``heads``
+        layout: ``tokens`` ``[batch, pos, ...]``; ``shared`` ``[pos, ...]``, the same for every
+            prompt; ``flat`` ``[batch * pos, ...]``; ``heads``
             ``[batch, pos, head, d]``; ``heads_first`` ``[batch, head, pos, d]``; ``keys``
             ``[batch, head, d, pos]``; ``matrix`` ``[batch, head, query, key]``; ``raw`` whatever a module gives
             that has no position axis.
@@ -80,6 +81,8 @@ class View:
         """The point's ``[batch, pos, width]`` (``[batch, head, query, key]`` for a matrix) in `tensor`."""
         if self.layout == "raw":
             return tensor
+        if self.layout == "shared":
+            return tensor.expand(batch, *tensor.shape)
         if self.layout in ("heads_first", "keys", "matrix") and tensor.dim() == 3:
             tensor = tensor.unflatten(0, (batch, -1))  # heads folded into the batch
         if self.layout == "matrix":
@@ -156,6 +159,8 @@ class OpSite:
     """The `nth` operation of one name inside a call of a module: what no module boundary holds.
 
     Attributes:
+        after: the call of an inner module since whose end `nth` counts; by default since the call itself began.
+            What runs inside other modules may depend on the tokens (experts do), and would shift the count.
         slot: an argument's position or keyword, ``None`` for the result, or ``scores``/``probs``: what a fused
             attention kernel computes from its arguments and never returns.
     """
@@ -167,10 +172,12 @@ class OpSite:
     call: int = 0
     view: View = View()
     overwritten: bool = False
+    after: tuple[str, int] | None = None
 
     def __str__(self) -> str:
         part = "result" if self.slot is None else self.slot if isinstance(self.slot, str) else f"argument {self.slot}"
-        return f"{self.path}: {part} of {self.op} #{self.nth}"
+        since = "" if self.after is None else f" after {self.after[0]}"
+        return f"{self.path}: {part} of {self.op} #{self.nth}{since}"
 
 
 Site = ModuleSite | OpSite

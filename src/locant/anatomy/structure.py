@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locant.anatomy.sites import ModuleSite, Slot, View
-from locant.anatomy.trace import Event, Trace, Value, same
+from locant.anatomy.sites import ModuleSite, OpSite, Slot, View
+from locant.anatomy.trace import Event, Trace, Value, same, slots
 
 ADDITIONS = frozenset(["add", "__add__", "__radd__", "__iadd__", "add_"])
 PRODUCTS = frozenset(["mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply"])
 QUOTIENTS = frozenset(["div", "__truediv__", "__itruediv__", "div_", "divide"])
+DIFFERENCES = frozenset(["sub", "__sub__", "sub_", "subtract"])
 GATES = frozenset(["sigmoid", "softplus", "silu", "tanh", "relu"])
 CONTRACTIONS = frozenset(["matmul", "__matmul__", "bmm", "baddbmm", "einsum"])
 
@@ -45,6 +46,11 @@ class Scope:
         return [e for e in self.events if not e.is_op and e.depth == self.run.depth + 1]
 
     @cached_property
+    def calls(self) -> list[Event]:
+        """Module calls inside the block, those nested in others too."""
+        return [e for e in self.events if not e.is_op]
+
+    @cached_property
     def norms(self) -> list[Event]:
         return [e for e in self.events if not e.is_op and self.is_norm(e)]
 
@@ -53,12 +59,16 @@ class Scope:
         module, taken, given = event.module, hidden_input(event), event.output()
         if module is None or taken is None or given is None or taken[1].shape != given.shape:
             return False
-        if any(p.dim() > 1 for p in module.parameters()):
+        if any(p.dim() > 1 and p.shape != given.shape[-p.dim() :] for p in module.parameters()):
             return False
         key = id(module)
         if key not in self._norms:
             self._norms[key] = _ignores_scale(module, taken[1].data)
         return self._norms[key]
+
+    def gives(self, value: Value) -> bool:
+        """Some module returns `value`."""
+        return any(same(e.output(), value) for e in self.calls)
 
     def norm_giving(self, value: Value | None) -> Event | None:
         """The norm whose output is `value`."""
@@ -67,18 +77,6 @@ class Scope:
     def norm_reading(self, value: Value | None) -> Event | None:
         """The norm whose input is `value`."""
         return next((n for n in self.norms if (taken := hidden_input(n)) and same(taken[1], value)), None)
-
-    def multiplier(self, value: Value | None) -> float:
-        """The constant `value` is multiplied by before it is added to the residual; 1 for none."""
-        for op in self.events:
-            if (
-                op.is_op
-                and op.name in PRODUCTS
-                and len(op.scalars) == len(op.inputs) == 1
-                and same(op.inputs[0][1], value)
-            ):
-                return float(op.scalars[0])
-        return 1.0
 
 
 def hidden_input(event: Event) -> tuple[Slot, Value] | None:
@@ -96,6 +94,12 @@ def is_linear(event: Event) -> bool:
     return leaf and sorted(weight.shape) == sorted((taken[1].shape[-1], given.shape[-1]))
 
 
+def is_heavy(event: Event) -> bool:
+    """A module with weight matrices that takes and gives hidden states."""
+    matrices = event.module is not None and any(p.dim() >= 2 for p in event.module.parameters())
+    return matrices and event.output() is not None and hidden_input(event) is not None
+
+
 def output_site(event: Event, view: View | None = None) -> ModuleSite:
     """Where the first tensor that `event` returns is read."""
     slot, value = next((s, v) for s, v in event.outputs if v is event.output())
@@ -110,6 +114,18 @@ def input_site(event: Event, view: View | None = None) -> ModuleSite:
     return ModuleSite(event.name, "input", slot, event.call, view or rows(value), value.overwritten)
 
 
+def op_site(scope: Scope, made: Event, view: View, overwritten: bool = False) -> OpSite:
+    """Where the result of an operation is read, counted from the last module call before it."""
+    around = [scope.run, *(e for e in scope.calls if e.index < made.index < e.end)]
+    holder = around[-1]
+    passed = [e for e in scope.calls if holder.index < e.index and e.end <= made.index]
+    last = max(passed, key=lambda e: e.end, default=None)
+    since = holder.index + 1 if last is None else last.end
+    nth = sum(e.is_op and e.name == made.name for e in scope.trace.events[since : made.index])
+    after = None if last is None else (last.name, last.call)
+    return OpSite(holder.name, made.name, nth, None, holder.call, view, overwritten, after)
+
+
 def rows(value: Value) -> View:
     """The view of a tensor with one row per token: ``[batch, pos, d]``, folded or not."""
     if value.tensor.dim() == 4 and value.shape[1] == 1:
@@ -117,8 +133,32 @@ def rows(value: Value) -> View:
     return View("flat" if value.tensor.dim() == 2 else "tokens")
 
 
+def mixes_tokens(event: Event) -> bool:
+    """What `event` gives at later positions changes with the first position of its input; ``False`` if it fails."""
+    found, before = hidden_input(event), event.output()
+    if found is None or before is None or event.module is None or found[1].tensor.dim() != 3:
+        return False
+    slot, value = found
+    changed = value.data.clone()
+    changed[:, 0] = changed[:, 0].flip(-1) + 1
+    args, kwargs = list(event.arguments[0]), dict(event.arguments[1])
+    if isinstance(slot, int):
+        args[slot] = changed
+    else:
+        kwargs[str(slot)] = changed
+    try:
+        with torch.no_grad():
+            result = slots(event.module(*args, **kwargs))
+    except CALL_ERRORS:
+        return False
+    after = next((x for _, x in result if x.shape == before.shape and x.is_floating_point()), None)
+    return after is not None and not torch.allclose(after[:, 1:], before.data[:, 1:], rtol=1e-4, atol=1e-6)
+
+
 def _ignores_scale(module: nn.Module, rows: Tensor) -> bool:
-    unit = rows.reshape(-1, rows.shape[-1])[:4] if rows.dim() < 4 else rows[:1]
+    weighted = max((p.dim() for p in module.parameters()), default=1)
+    whole = rows.dim() > 3 or weighted > 1
+    unit = rows[:1] if whole else rows.reshape(-1, rows.shape[-1])[:4]
     largest = unit.abs().max()
     if not bool(largest > 0):
         return False

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from locant.anatomy.anatomy import Anatomy, Entry, Part
 from locant.anatomy.attention import find_attention
 from locant.anatomy.channel import find_channel_mixer
+from locant.anatomy.contributions import find_contributions
 from locant.anatomy.facts import Facts, LayerFacts, common
+from locant.anatomy.residual import Flow
 from locant.anatomy.sites import ModuleSite, Site, View
 from locant.anatomy.structure import CALL_ERRORS, PRODUCTS, QUOTIENTS, Scope, hidden_input, is_linear, output_site
 from locant.anatomy.trace import Event, Trace, Value, same
@@ -127,15 +129,24 @@ def _block(trace: Trace, run: Event) -> tuple[Part, LayerFacts]:
         "resid_pre": ModuleSite(run.name, "input", slot, run.call, overwritten=entering.overwritten),
         "resid_post": ModuleSite(run.name, "output", out[0], run.call, overwritten=out[1].overwritten),
     }
-    attention = find_attention(scope)
-    channel = find_channel_mixer(scope, attention)
-    sites |= attention.sites | channel.sites
-    facts = LayerFacts(parallel=channel.parallel, **attention.facts, **channel.facts)
-    absent = attention.absent | channel.absent
-    modules = attention.modules | channel.modules
-    return Part(
-        run.name, run.call, _in_forward_order(sites), absent, modules, attention.constants, attention.gate
-    ), facts
+    flow = Flow(scope)
+    attention = find_attention(scope, flow)
+    channel = find_channel_mixer(scope, flow, attention)
+    added = find_contributions(scope, flow, attention, channel)
+    sites |= attention.sites | channel.sites | added.sites
+    part = Part(
+        run.name,
+        run.call,
+        _in_forward_order(sites),
+        attention.absent | channel.absent,
+        attention.modules | channel.modules | added.modules,
+        attention.constants | added.constants,
+        attention.gate,
+        attention.beside | added.beside,
+        added.to_mid,
+        added.to_post,
+    )
+    return part, LayerFacts(parallel=channel.parallel, **attention.facts, **channel.facts)
 
 
 def _in_forward_order(sites: dict[str, Site]) -> dict[str, Site]:
@@ -209,7 +220,16 @@ def _outputs(trace: Trace, n_pos: int) -> dict[str, tuple[ModuleSite, int]]:
             site, calls = found[event.name]
             found[event.name] = (site, calls + 1)
             continue
-        layout = "tokens" if value.shape[:2] == (1, n_pos) else "flat" if value.shape[0] == n_pos else "raw"
+        shared = isinstance(event.module, nn.Embedding) and event.inputs and event.inputs[0][1].tensor.dim() == 1
+        layout = (
+            "shared"
+            if shared
+            else "tokens"
+            if value.shape[:2] == (1, n_pos)
+            else "flat"
+            if value.shape[0] == n_pos
+            else "raw"
+        )
         found[event.name] = (output_site(event, View(layout)), 1)
     return found
 

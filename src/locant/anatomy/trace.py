@@ -42,7 +42,12 @@ class Value:
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """A module call or an operation. Everything recorded in ``range(index, end)`` happened inside it."""
+    """A module call or an operation. Everything recorded in ``range(index, end)`` happened inside it.
+
+    Attributes:
+        weights: the model's own parameters and buffers among an operation's arguments, by name.
+        arguments: what a module was called with.
+    """
 
     index: int
     name: str
@@ -53,10 +58,17 @@ class Event:
     inputs: list[tuple[Slot, Value]] = field(default_factory=list)
     outputs: list[tuple[Slot, Value]] = field(default_factory=list)
     scalars: tuple[float, ...] = ()
+    weights: tuple[str, ...] = ()
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     @property
     def is_op(self) -> bool:
         return self.module is None
+
+    @property
+    def sources(self) -> list[Value]:
+        """The inputs whose numbers are used, and not their shape alone."""
+        return [v for _, v in (self.inputs[:1] if self.name in _SHAPED_LIKE else self.inputs)]
 
     def output(self) -> Value | None:
         """The first floating-point output."""
@@ -70,6 +82,8 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.events: list[Event] = []
         self._model = model
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._weights = {id(tensor): name for name, tensor in named}
         self._limit = _LARGEST_PER_TOKEN * n_tokens
         self._values: dict[int, Value] = {}
         self._by_storage: dict[int, list[Value]] = {}
@@ -92,6 +106,7 @@ class Trace(TorchFunctionMode):
             event.call = self._calls.get(path, 0)
             self._calls[path] = event.call + 1
             event.inputs = self._tensors([*enumerate(args), *kwargs.items()])
+            event.arguments = (args, kwargs)
             self._open.append(event)
 
         def leave(_: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
@@ -118,7 +133,8 @@ class Trace(TorchFunctionMode):
         event = self._begin(name, None)
         event.inputs = inputs
         event.outputs = self._tensors(slots(result), producer=event)
-        event.scalars = tuple(x for x in args if isinstance(x, (int, float)) and not isinstance(x, bool))
+        event.weights = tuple(self._weights[id(x)] for x in flat(args) if id(x) in self._weights)
+        event.scalars = tuple(x for x in (*args, *kwargs.values()) if type(x) in (int, float))
         event.end = len(self.events)
         return result
 
@@ -154,6 +170,10 @@ class Trace(TorchFunctionMode):
 
     # ---- questions about what was recorded
 
+    def own(self, value: Value) -> bool:
+        """It is a parameter or a buffer of the model."""
+        return id(value.tensor) in self._weights
+
     def within(self, event: Event) -> list[Event]:
         return self.events[event.index + 1 : event.end]
 
@@ -174,7 +194,7 @@ class Trace(TorchFunctionMode):
                 continue
             seen[id(current)] = current
             if producer is not None and producer.index > since:
-                queue.extend(v for _, v in producer.inputs)
+                queue.extend(producer.sources)
         return list(seen.values())
 
 
@@ -229,4 +249,5 @@ def _writes_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
     return name.endswith("_")
 
 
+_SHAPED_LIKE = frozenset(["view_as", "expand_as", "reshape_as", "type_as", "to"])
 _NOT_IN_PLACE = ("__invert__", "__index__", "__int__")

@@ -217,7 +217,7 @@ class EagerModel:
         ids = probe_ids(self.hf, 1, 6).repeat(2, 1)
         ids[1, -1] = ids[1, 0]
         reads: dict[Address, Site] = {a: site for a in anatomy.addresses() if (site := anatomy.site(a)) is not None}
-        reads |= {Address.of_module(p): anatomy.outputs[p][0] for p in anatomy.entry.summands if p in anatomy.outputs}
+        reads |= dict(anatomy.extras())
         taps = Taps(self.hf, reads)
         with self._undisturbed(grad=False):
             tape = taps.try_all(lambda: self.hf(input_ids=ids, use_cache=False), 2)

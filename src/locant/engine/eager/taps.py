@@ -38,6 +38,8 @@ class Taps:
         self._watched: dict[str, _Watched] = {}
         for site in self._sites:
             self._watched.setdefault(site.path, _Watched()).add(site)
+            if isinstance(site, OpSite) and site.after is not None:
+                self._watched.setdefault(site.after[0], _Watched()).anchor = True
         self._model = model
         self._met = {path: ref(model.get_submodule(path)) for path in self._watched}
         self._parts = [(path.split(".") if path else [], met) for path, met in self._met.items()]
@@ -80,7 +82,7 @@ class Taps:
             for path, watched in self._watched.items():
                 module = self._met[path]()
                 if module is not None:
-                    _watch(module, watched, run, hooks)
+                    _watch(path, module, watched, run, hooks)
             hooks.enter_context(_innermost(run))
             with suppress(Stopped):
                 forward()
@@ -179,6 +181,11 @@ class _Run:
     def leave(self) -> None:
         self._inside.pop().__exit__(None, None, None)
 
+    def passed(self, path: str, call: int) -> None:
+        """The call of a module that some operations are counted from has ended."""
+        for mode in self._inside:
+            mode.count_from((path, call))
+
     def close(self) -> None:
         """Stop watching calls that never ended, because the forward was stopped or failed inside them."""
         while self._inside:
@@ -192,6 +199,7 @@ class _Watched:
     inputs: list[ModuleSite] = field(default_factory=list)
     outputs: list[ModuleSite] = field(default_factory=list)
     inside: list[OpSite] = field(default_factory=list)
+    anchor: bool = False
 
     def add(self, site: Site) -> None:
         if isinstance(site, OpSite):
@@ -200,7 +208,7 @@ class _Watched:
             (self.inputs if site.side == "input" else self.outputs).append(site)
 
 
-def _watch(module: nn.Module, watched: _Watched, run: _Run, hooks: ExitStack) -> None:
+def _watch(path: str, module: nn.Module, watched: _Watched, run: _Run, hooks: ExitStack) -> None:
     """Hook one module for the length of one forward, only where something of it is read."""
     inputs, outputs, inside = watched.inputs, watched.outputs, watched.inside
     entered, left = count(), count()
@@ -229,11 +237,13 @@ def _watch(module: nn.Module, watched: _Watched, run: _Run, hooks: ExitStack) ->
             if site.call == call:
                 onward = run.take(site, output if site.slot is None else output[site.slot])
                 output = onward if site.slot is None else with_slot(output, site.slot, onward)
+        if watched.anchor:
+            run.passed(path, call)
         return output
 
     if inputs or inside:
         hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-    if outputs or inside:
+    if outputs or inside or watched.anchor:
         hooks.callback(module.register_forward_hook(leave).remove)
 
 
@@ -256,8 +266,19 @@ class _Inside(TorchFunctionMode):
         self._sites: dict[str, list[OpSite]] = {}
         for site in sites:
             self._sites.setdefault(site.op, []).append(site)
-        self._seen = dict.fromkeys(self._sites, 0)
         self._run = run
+        self.count_from(None)
+
+    def count_from(self, passed: tuple[str, int] | None) -> None:
+        """Count operations anew for the sites that are found from here."""
+        if passed is None:
+            self._seen = {(op, site.after): 0 for op, sites in self._sites.items() for site in sites}
+            self._passed: set[tuple[str, int] | None] = {None}
+            return
+        self._passed.add(passed)
+        for key in self._seen:
+            if key[1] == passed:
+                self._seen[key] = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -266,9 +287,8 @@ class _Inside(TorchFunctionMode):
         sites = self._sites.get(getattr(func, "__name__", ""))
         if sites is None:
             return func(*args, **named)
-        nth = self._seen[sites[0].op]
-        self._seen[sites[0].op] = nth + 1
-        here = [s for s in sites if s.nth == nth]
+        counts = {since: self._count(sites[0].op, since) for since in {s.after for s in sites}}
+        here = [s for s in sites if s.nth == counts[s.after]]
         for site in here:
             if site.slot in _RECOMPUTED or site.slot is None:
                 continue
@@ -283,6 +303,14 @@ class _Inside(TorchFunctionMode):
             if site.slot is None:
                 result = self._run.take(site, result)
         return result
+
+    def _count(self, op: str, since: tuple[str, int] | None) -> int:
+        """How many of these operations ran since then, this one left out; none before that."""
+        if since not in self._passed:
+            return -1
+        nth = self._seen[op, since]
+        self._seen[op, since] = nth + 1
+        return nth
 
     def _recomputed(
         self,
