@@ -1,0 +1,129 @@
+"""Equations of the trunk and of the residual stream: how it begins, what is added to it, how it is unembedded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from locant.address import Address
+from locant.anatomy.anatomy import Move
+from locant.anatomy.evidence import Equation, Evidence
+from locant.anatomy.identities.table import identity
+from locant.points import POINTS
+
+
+@identity("embedding", "embeddings = W_E[tokens]")
+def _embedding(e: Evidence) -> list[Equation]:
+    if not e.has("embeddings"):
+        return []
+    return [e.equal(e.get("embeddings"), e.call("embedding", e.ids), "embeddings")]
+
+
+@identity("final_norm", "final_norm = norm(resid_post.last)", doubt_from=())
+def _final_norm(e: Evidence) -> list[Equation]:
+    trunk, block = e.at(None), e.at(e.last)
+    if not trunk.has("final_norm") or not block.has("resid_post"):
+        return []
+    normed = trunk.call("final_norm", block.get("resid_post"))
+    return [trunk.equal(trunk.get("final_norm"), normed, "final_norm", others=(block.address("resid_post"),))]
+
+
+@identity("unembedding", "lm_head = W_U (scale · final_norm)", doubt_from=())
+def _unembedding(e: Evidence) -> list[Equation]:
+    scale = e.part.constants.get("unembedding_scale")
+    if scale is None or not e.has("final_norm", "lm_head"):
+        return []
+    return [e.equal(e.get("lm_head"), e.call("lm_head", e.get("final_norm") * scale), "lm_head", "final_norm")]
+
+
+@identity("logits", "logits = cap(scale · lm_head)", doubt_from=())
+def _logits(e: Evidence) -> list[Equation]:
+    if not e.has("lm_head", "logits"):
+        return []
+    return [e.equal(e.get("logits"), e.anatomy.shape_logits(e.get("lm_head")), "logits", "lm_head")]
+
+
+@identity(
+    "chain",
+    "resid_pre[0] = embeddings (+ position embedding); resid_pre[l+1] = resid_post[l]; "
+    "final_norm = norm(resid_post[last])",
+    doubt_from=(),
+)
+def _chain(e: Evidence) -> list[Equation]:
+    assert e.layer is not None
+    found = []
+    if e.layer == 0:
+        found += _first_residual(e)
+    else:
+        before = e.at(e.layer - 1)
+        link = (before.address("resid_post"),)
+        found.append(e.equal(e.get("resid_pre"), before.get("resid_post"), "resid_pre", others=link))
+    if e.layer == e.last:
+        return found + _final_norm(e)
+    after = e.at(e.layer + 1)
+    link = (after.address("resid_pre"),)
+    return [*found, e.equal(after.get("resid_pre"), e.get("resid_post"), "resid_post", others=link)]
+
+
+def _first_residual(e: Evidence) -> list[Equation]:
+    entry, first = e.anatomy.entry, e.get("resid_pre")
+    terms = [t for path in entry.summands if (t := e.output(path)) is not None]
+    if not terms or len(terms) < len(entry.summands):
+        return _mid_sum(e) or _block_sum(e)  # it is what the block adds to, whatever it is made of
+    total = torch.stack([t.expand_as(first) for t in terms]).sum(0) * entry.scale
+    made = e.call_path(entry.norm, total) if entry.norm else total
+    return [e.equal(first, made, "resid_pre", others=(Address("embeddings"),))]
+
+
+@identity("mid_sum", "resid_mid = resid_pre + attn_out_post")
+def _mid_sum(e: Evidence) -> list[Equation]:
+    if not e.has("resid_mid", "attn_out_post"):
+        return []
+    moves = _ADDED[:1] if e.part.to_mid is None else e.part.to_mid
+    return _for_raw(e, e.follows("resid_mid", "resid_pre", moves))
+
+
+@identity(
+    "block_sum",
+    "resid_post = resid_mid + mlp_out_post; in a parallel block resid_pre + attn_out_post + mlp_out_post; "
+    "with the norm after the sum, norm(mlp_in + mlp_out_post)",
+)
+def _block_sum(e: Evidence) -> list[Equation]:
+    start = "resid_mid" if e.has("resid_mid") else "resid_pre"
+    moves = e.part.to_post
+    if moves is None:
+        moves = _ADDED[1:] if start == "resid_mid" else _ADDED
+    if not e.has(*(m.name for m in moves if m.kind == "add" and m.name in POINTS)):
+        return []
+    return _for_raw(e, e.follows("resid_post", start, moves))
+
+
+_ADDED = (Move("add", "attn_out_post"), Move("add", "mlp_out_post"))
+
+
+def _for_raw(e: Evidence, equation: Equation) -> list[Equation]:
+    """The equation, and again for each sublayer's raw output where that is what is added."""
+    found = [equation]
+    for sublayer in ("attn", "mlp"):
+        raw, added = e.address(f"{sublayer}_out"), e.address(f"{sublayer}_out_post")
+        if added in equation.members and e.has(raw.name):
+            sites = e.part.sites[raw.name], e.part.sites[added.name]
+            if sites[0] == replace(sites[1], view=replace(sites[1].view, scale=1.0)):
+                found.append(replace(equation, members=frozenset([raw])))
+    return found
+
+
+def contribution(e: Evidence, sublayer: str) -> list[Equation]:
+    """What `sublayer` (``attn`` or ``mlp``) adds follows from its output by its norm, its multiplier, its bias."""
+    names = (f"{sublayer}_out_post", f"{sublayer}_out")
+    if not e.has(*names):
+        return []
+    value, added = e.get(names[1]), e.get(names[0])
+    if e.plays(f"{sublayer}_post_norm"):
+        value = e.call(f"{sublayer}_post_norm", value)
+    equation = e.equal(added, value * e.part.sites[names[0]].view.scale, *names)
+    if e.part.sites[names[0]] != e.part.sites[names[1]] and equation.error > 1e-2 and added.shape == value.shape:
+        bias = (added - value).flatten(0, -2).mean(0)
+        equation = min(equation, e.equal(added, value + bias, *names), key=lambda q: q.error)
+    return [equation if e.plays(f"{sublayer}_post_norm") else e.by_construction(equation)]
