@@ -20,6 +20,7 @@ from locant.anatomy.structure import (
     is_heavy,
     is_linear,
     output_site,
+    own_weight,
     rows,
 )
 from locant.anatomy.trace import Event, Trace, Value, same
@@ -302,5 +303,5 @@ def _logits(trace: Trace, router: Event | None, linears: list[Event]) -> tuple[S
 
 
 def _n_experts(event: Event) -> int | None:
-    weight = getattr(event.module, "weight", None)
+    weight = own_weight(event.module)
     return None if weight is None else int(weight.shape[0])

@@ -87,11 +87,20 @@ def hidden_input(event: Event) -> tuple[Slot, Value] | None:
 def is_linear(event: Event) -> bool:
     """A module without children whose call multiplies by its own weight matrix, in either storage order."""
     module, taken, given = event.module, hidden_input(event), event.output()
-    weight = getattr(module, "weight", None)
-    if taken is None or given is None or not isinstance(weight, Tensor) or weight.dim() != 2:
+    weight = own_weight(module)
+    if taken is None or given is None or weight is None or weight.dim() != 2:
         return False
     leaf = not any(True for _ in module.children()) if module is not None else False
     return leaf and sorted(weight.shape) == sorted((taken[1].shape[-1], given.shape[-1]))
+
+
+def own_weight(module: nn.Module | None) -> Tensor | None:
+    """What a module multiplies by: its ``weight``, or the only matrix it has under another name."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) or module is None:
+        return weight
+    matrices = [p for p in module.parameters(recurse=False) if p.dim() == 2]
+    return matrices[0] if len(matrices) == 1 else None
 
 
 def is_heavy(event: Event) -> bool:
