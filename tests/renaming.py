@@ -52,7 +52,8 @@ def renamed(original: PreTrainedModel, folder: Path) -> PreTrainedModel:
     made.config_class = type(names["the config"], (PreTrainedConfig,), {"model_type": names["the model type"]})
     config = made.config_class()
     for name in asked:
-        setattr(config, name if name in _LOOKED_UP_IN_CONFIG else names[name], getattr(original.config, name, None))
+        if hasattr(original.config, name):
+            setattr(config, name if name in _LOOKED_UP_IN_CONFIG else names[name], getattr(original.config, name))
     attention = original.config._attn_implementation
     model = made._from_config(config, attn_implementation=attention, dtype=original.dtype).eval()
     _copy_weights(original, model)

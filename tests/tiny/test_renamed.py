@@ -11,7 +11,7 @@ from locant import EagerModel
 from reference import Reference
 from renaming import renamed
 
-FAMILIES = ("llama", "gemma3_text", "qwen3_moe")
+FAMILIES = "llama qwen2 gemma2 gemma3_text olmo2 phi3 mixtral qwen3_moe granite cohere".split()
 TORCH = {"weight", "bias"}
 """What the linear maps and embeddings of torch itself call their parameters."""
 
