@@ -31,12 +31,13 @@ class Move:
     """One thing that happens to the residual on its way through a block.
 
     Attributes:
-        name: the point (or the entry of ``Part.beside``) that is added, the norm's path, or the name of the weight
-            it is multiplied by.
+        kind: ``write`` adds a point to every stream of a stack, each with its weight; ``mix`` mixes the streams.
+        name: the point (or the entry of ``Part.beside``) that is added or mixed with, the norm's path, or the name of
+            the weight it is multiplied by.
         factor: the number it is multiplied by.
     """
 
-    kind: Literal["add", "norm", "scale", "weight"]
+    kind: Literal["add", "norm", "scale", "weight", "mix", "write"]
     name: str = ""
     factor: float = 1.0
 
@@ -52,7 +53,8 @@ class Part:
         gate: how ``attn_gate`` gates ``z``, where it does.
         constants: numbers the forward pass has in its code, e.g. ``score_cap``.
         beside: tensors that are no points and that identities need: what else is added to the residual
-            (``added.0``), and what multiplies ``z`` where that is no gate (``z_factor``).
+            (``added.0``), what multiplies ``z`` where that is no gate (``z_factor``), and with what weights attention
+            and MLP read a stack of streams (``attn_read``, ``mlp_read``).
         to_mid: what makes ``resid_mid`` of ``resid_pre``; ``None`` where that could not be followed.
         to_post: what makes ``resid_post`` of ``resid_mid``, or of ``resid_pre`` where there is no ``resid_mid``.
     """

@@ -116,6 +116,8 @@ def _moves(
             moves.append(Move("norm", step.event.name))
         elif step.kind == "scale":
             moves.append(Move("scale", factor=step.factor))
+        elif step.kind == "mix":
+            moves.append(Move("mix"))
         elif step.kind == "weight":
             moves.append(Move("weight", step.weight))
         else:

@@ -19,6 +19,9 @@ from locant.anatomy.anatomy import Anatomy, Move, Part
 from locant.anatomy.facts import Facts
 from locant.anatomy.sites import Channels, wide
 
+TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
+"""The largest relative error of a row that counts as holding, by the dtype the model runs in."""
+
 
 @dataclass(frozen=True, slots=True)
 class Equation:
@@ -35,7 +38,11 @@ class Equation:
 
 
 class Evidence:
-    """What the identities of one layer (``None``: of the trunk) are measured on."""
+    """What the identities of one layer (``None``: of the trunk) are measured on.
+
+    Attributes:
+        disturbed: the first residual of this forward was changed, so that it does not follow from the embeddings.
+    """
 
     def __init__(
         self,
@@ -44,15 +51,17 @@ class Evidence:
         ids: Tensor,
         module: Callable[[str], nn.Module],
         layer: int | None = None,
+        disturbed: bool = False,
     ) -> None:
         self.anatomy = anatomy
+        self.disturbed = disturbed
         self.ids = ids
         self.layer = layer
         self._tape = tape
         self._module = module
 
     def at(self, layer: int | None) -> Evidence:
-        return Evidence(self.anatomy, self._tape, self.ids, self._module, layer)
+        return Evidence(self.anatomy, self._tape, self.ids, self._module, layer, self.disturbed)
 
     @property
     def dtype(self) -> str:

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from locant.address import Address, format_address
-from locant.anatomy.evidence import Equation, Evidence
+from locant.anatomy.evidence import TOLERANCE, Equation, Evidence
 from locant.anatomy.identities import IDENTITIES
 from locant.anatomy.structure import CALL_ERRORS
 from locant.points import POINTS
 
 State = Literal["proven", "refused", "vacuous"]
-
-TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
-"""The largest relative error of a row that counts as holding, by the dtype the model runs in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +34,15 @@ class Verdict:
         return self.state if self.error is None else f"{self.state} ({self.error:.0e})"
 
 
-def prove(evidence: Evidence) -> dict[Address, Verdict]:
+def prove(evidence: Evidence, disturbed: Evidence | None = None) -> dict[Address, Verdict]:
     """Judge every point of an anatomy on one forward, read the way a capture reads it.
 
     A point is proven when each identity that POINTS asks of it holds, with partners that are not refused
     themselves: two tensors read at wrong places may well agree with each other.
+
+    Args:
+        disturbed: the same of a forward whose first residual was changed, where the model's own makes identities
+            trivial (streams that are all alike cannot show how they are mixed).
     """
     addresses = list(evidence.anatomy.addresses())
     tolerance = TOLERANCE[evidence.dtype]
@@ -51,7 +52,7 @@ def prove(evidence: Evidence) -> dict[Address, Verdict]:
         for name in POINTS[address.name].proof:
             key = (name, address.layer)
             if key not in measured:
-                measured[key] = _measure(name, evidence.at(address.layer))
+                measured[key] = [q for e in (evidence, disturbed) if e for q in _measure(name, e.at(address.layer))]
             asked.setdefault(address, []).extend((name, q) for q in measured[key] if address in q.members)
     verdicts = {address: _judge(asked.get(address, []), tolerance) for address in addresses}
     return _doubt(verdicts, asked)

@@ -8,7 +8,16 @@ from typing import Literal
 
 from locant.anatomy.projection import MOVES
 from locant.anatomy.sites import ModuleSite, Site
-from locant.anatomy.structure import ADDITIONS, PRODUCTS, QUOTIENTS, Scope, hidden_input, op_site, output_site, rows
+from locant.anatomy.structure import (
+    ADDITIONS,
+    CONTRACTIONS,
+    PRODUCTS,
+    QUOTIENTS,
+    Scope,
+    hidden_input,
+    op_site,
+    output_site,
+)
 from locant.anatomy.trace import Event, Value, same
 
 _UNCHANGED = MOVES | {"dropout", "to", "float", "type", "type_as", "half", "bfloat16", "double", "detach", "identity"}
@@ -20,13 +29,13 @@ class Step:
 
     Attributes:
         value: the residual after it.
-        side: what an addition adds.
+        side: what an addition adds, or the matrix that mixes the streams.
         event: the norm the residual passes through, or the operation.
         factor: the number it is multiplied by.
         weight: the parameter or buffer it is multiplied by, by name.
     """
 
-    kind: Literal["add", "norm", "scale", "weight"]
+    kind: Literal["add", "norm", "scale", "weight", "mix"]
     value: Value
     event: Event
     side: Value | None = None
@@ -99,7 +108,9 @@ class Flow:
                 break
             value = own[0]
             beside.append(rest[0])
-        return (step.side, []) if not beside else (value, beside)
+        value = value if beside else step.side
+        written = write_of(self.scope, value)
+        return (value if written is None else written[0]), beside
 
     def between(self, start: Value, end: Value) -> list[Step] | None:
         """The steps from the residual `start` to the residual `end`, where both are on the path."""
@@ -115,17 +126,17 @@ class Flow:
         events = self.scope.events
         given = next((e for e in reversed(events) if not e.is_op and same(e.output(), value)), None)
         if given is not None:
-            return output_site(given)
+            return output_site(given, self.scope.view(value))
         taken = next(
             (e for e in events if not e.is_op and (read := hidden_input(e)) is not None and same(read[1], value)), None
         )
         if taken is not None:
             slot, held = hidden_input(taken) or (None, value)
-            return ModuleSite(taken.name, "input", slot, taken.call, rows(held), held.overwritten)
+            return ModuleSite(taken.name, "input", slot, taken.call, self.scope.view(held), held.overwritten)
         made = value.producer
         if made is None:
             return None
-        return op_site(self.scope, made, rows(value), value.overwritten)
+        return op_site(self.scope, made, self.scope.view(value), value.overwritten)
 
     def _is_residual(self, value: Value) -> bool:
         return id(value) in self._on_path
@@ -149,10 +160,37 @@ def scaled(value: Value) -> tuple[Value, float]:
     return value, factor
 
 
+def write_of(scope: Scope, side: Value) -> tuple[Value, Value] | None:
+    """The vector ``[1, pos, d]`` and the weights ``[1, pos, stream]`` whose product is added to a stack of streams."""
+    if scope.stack is None:
+        return None
+    product = unchanged_from(side)[-1].producer
+    if product is None or product.name not in PRODUCTS or len(product.inputs) != 2:
+        return None
+    n_pos, n = scope.n_pos, scope.stack.streams
+    factors = [unchanged_from(v) for _, v in product.inputs]
+    for one, other in (factors, factors[::-1]):
+        vector = next((v for v in one if v.shape == (1, n_pos, scope.width)), None)
+        weights = [v for v in other if v.shape == (1, n_pos, n)]
+        if vector is not None and weights:
+            return vector, next((v for v in weights if scope.holder(v) is not None), weights[0])
+    return None
+
+
+def unchanged_from(value: Value) -> list[Value]:
+    """`value` and everything it is the same numbers of, nearest first: moved, or in another dtype."""
+    chain = [value]
+    while (made := chain[-1].producer) is not None and made.name in _UNCHANGED and made.inputs:
+        chain.append(made.inputs[0][1])
+    return chain
+
+
 def _path(scope: Scope, value: Value, known: dict[int, list[Step] | None]) -> list[Step] | None:
     """The steps from the block's input to `value`; ``None`` where `value` is not the residual."""
     if same(value, scope.residual[1]):
         return []
+    if scope.stack is not None and not scope.is_stack(value):
+        return None  # one stream of several is not the residual
     if id(value) not in known:
         known[id(value)] = None  # a value is not made of itself
         known[id(value)] = _longer_path(scope, value, known)
@@ -177,6 +215,12 @@ def _longer_path(scope: Scope, value: Value, known: dict[int, list[Step] | None]
             for taken, side in (operands, operands[::-1])
             if (way := _path(scope, taken, known)) is not None
         )
+    if made.name in CONTRACTIONS and scope.stack is not None:
+        square = (scope.stack.streams,) * 2
+        for taken, matrix in (operands, operands[::-1]) if len(operands) == 2 else ():
+            if matrix.shape[-2:] == square and (way := _path(scope, taken, known)) is not None:
+                return [*way, Step("mix", value, made, matrix)]
+        return None
     if made.name in PRODUCTS | QUOTIENTS and len(operands) == 1 and operands[0].shape == value.shape:
         way = _path(scope, operands[0], known)
         step = _multiplied(made, value)

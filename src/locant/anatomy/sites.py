@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 Slot = int | str | None
-Layout = Literal["tokens", "shared", "flat", "heads", "heads_first", "keys", "matrix", "raw"]
+Layout = Literal[
+    "tokens", "shared", "flat", "heads", "heads_first", "keys", "matrix", "raw", "streams_first", "streams_flat"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,14 @@ class View:
             prompt; ``flat`` ``[batch * pos, ...]``; ``heads``
             ``[batch, pos, head, d]``; ``heads_first`` ``[batch, head, pos, d]``; ``keys``
             ``[batch, head, d, pos]``; ``matrix`` ``[batch, head, query, key]``; ``raw`` whatever a module gives
-            that has no position axis.
+            that has no position axis; ``streams_first`` ``[stream, batch, pos, d]``; ``streams_flat``
+            ``[batch, pos, stream * d]``.
         channels: the slice of a fused projection.
         n_heads: heads the point has; a key or value repeated over its query group is read once.
         scale: the family's residual multiplier.
         sinks: columns of a matrix behind the keys, which no token stands for.
+        streams: residual streams in the tensor; read as ``[batch, pos, stream, d]`` where there are several.
+        stream: the one of them that is read, ``[batch, pos, d]``; ``None`` for all.
     """
 
     layout: Layout = "tokens"
@@ -76,11 +81,15 @@ class View:
     n_heads: int | None = None
     scale: float = 1.0
     sinks: int = 0
+    streams: int = 1
+    stream: int | None = None
 
     def read(self, tensor: Tensor, batch: int) -> Tensor:
         """The point's ``[batch, pos, width]`` (``[batch, head, query, key]`` for a matrix) in `tensor`."""
         if self.layout == "raw":
             return tensor
+        if self.streams > 1:
+            return self._read_streams(tensor)
         if self.layout == "shared":
             return tensor.expand(batch, *tensor.shape)
         if self.layout in ("heads_first", "keys", "matrix") and tensor.dim() == 3:
@@ -101,6 +110,8 @@ class View:
 
     def write(self, site: Tensor, value: Tensor) -> Tensor:
         """The tensor that belongs at the site for the point to be `value`: what :meth:`read` undoes."""
+        if self.streams > 1:
+            return self._write_streams(site, value)
         if self.scale != 1.0:
             value = value / self.scale
         if self.sinks:
@@ -110,6 +121,20 @@ class View:
         if self.layout in ("heads_first", "keys"):
             return self._split_heads(site, value)
         return value.reshape(site.shape)
+
+    def _read_streams(self, tensor: Tensor) -> Tensor:
+        if self.layout == "streams_first":
+            tensor = tensor.movedim(0, 2)
+        elif self.layout == "streams_flat":
+            tensor = tensor.unflatten(-1, (self.streams, -1))
+        return tensor if self.stream is None else tensor[..., self.stream, :]
+
+    def _write_streams(self, site: Tensor, value: Tensor) -> Tensor:
+        if self.stream is not None:
+            whole = replace(self, stream=None).read(site, value.shape[0]).clone()
+            whole[..., self.stream, :] = value
+            value = whole
+        return (value.movedim(2, 0) if self.layout == "streams_first" else value).reshape(site.shape)
 
     def _split_heads(self, site: Tensor, value: Tensor) -> Tensor:
         held = site.shape[1] if site.dim() == 4 else site.shape[0] // value.shape[0]

@@ -25,11 +25,16 @@ CALL_ERRORS = (TypeError, AttributeError, ValueError, RuntimeError, IndexError, 
 
 
 class Scope:
-    """One block execution of a trace, and what its events are."""
+    """One block execution of a trace, and what its events are.
 
-    def __init__(self, trace: Trace, run: Event) -> None:
+    Attributes:
+        stack: how the residual is laid out where it is a stack of several streams.
+    """
+
+    def __init__(self, trace: Trace, run: Event, stack: View | None = None) -> None:
         self.trace = trace
         self.run = run
+        self.stack = stack
         self.events = trace.within(run)
         self._norms: dict[int, bool] = {}
 
@@ -42,8 +47,9 @@ class Scope:
 
     @cached_property
     def children(self) -> list[Event]:
-        """Module calls made directly by the block."""
-        return [e for e in self.events if not e.is_op and e.depth == self.run.depth + 1]
+        """Module calls made directly by the block; those that read all streams of a stack are no sublayers."""
+        direct = [e for e in self.events if not e.is_op and e.depth == self.run.depth + 1]
+        return [e for e in direct if (taken := hidden_input(e)) is None or not self.is_stack(taken[1])]
 
     @cached_property
     def calls(self) -> list[Event]:
@@ -66,9 +72,37 @@ class Scope:
             self._norms[key] = _ignores_scale(module, taken[1].data)
         return self._norms[key]
 
+    def is_stack(self, value: Value) -> bool:
+        """`value` is as large as all streams of the residual together, where there are several."""
+        return self.stack is not None and value.tensor.numel() == self.residual[1].tensor.numel()
+
+    def view(self, value: Value) -> View:
+        """How a tensor with one row per token is laid out."""
+        return self.stack if self.stack is not None and value.shape == self.residual[1].shape else rows(value)
+
     def gives(self, value: Value) -> bool:
         """Some module returns `value`."""
         return any(same(e.output(), value) for e in self.calls)
+
+    def holder(self, value: Value) -> ModuleSite | None:
+        """Where some module returns `value`, be it one of several outputs."""
+        for event in reversed(self.calls):
+            for slot, given in event.outputs:
+                if same(given, value):
+                    return ModuleSite(event.name, "output", slot, event.call, self.view(value), value.overwritten)
+        return None
+
+    @property
+    def width(self) -> int:
+        """Numbers in one residual stream of one token."""
+        streams = 1 if self.stack is None else self.stack.streams
+        return self.residual[1].tensor.numel() // self.n_pos // streams
+
+    @property
+    def n_pos(self) -> int:
+        """Tokens of the trace."""
+        first = self.stack is not None and self.stack.layout == "streams_first"
+        return self.residual[1].shape[2 if first else 1]
 
     def norm_giving(self, value: Value | None) -> Event | None:
         """The norm whose output is `value`."""

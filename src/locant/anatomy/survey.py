@@ -16,6 +16,7 @@ from locant.anatomy.contributions import find_contributions
 from locant.anatomy.facts import Facts, LayerFacts, common
 from locant.anatomy.residual import Flow
 from locant.anatomy.sites import ModuleSite, Site, View
+from locant.anatomy.streams import Streams, find_streams, name_moves, stack_view
 from locant.anatomy.structure import CALL_ERRORS, PRODUCTS, QUOTIENTS, Scope, hidden_input, is_linear, output_site
 from locant.anatomy.trace import Event, Trace, Value, same
 from locant.errors import ModelError
@@ -55,8 +56,11 @@ def survey(model: PreTrainedModel) -> Anatomy:
             f"{type(model).__name__}: its forward gives numbers that are not finite",
             instead="check its weights for NaN, and its dtype for overflow",
         )
-    found = [_block(trace, run) for run in runs]
-    trunk, entry, trunk_sizes = _trunk(trace, model, runs, ids)
+    table = next((e for e in trace.calls(trace.events) if _reads_ids(e, ids)), None)
+    given = table.output() if table is not None else None
+    stack = stack_view(trace, runs, ids.shape, None if given is None else given.shape[-1])
+    found = [_block(trace, run, stack) for run in runs]
+    trunk, entry, trunk_sizes = _trunk(trace, model, runs, ids, stack)
     layers = tuple(layer for _, layer in found)
     sizes: dict[str, Any] = trunk_sizes | common(layers)
     facts = Facts(n_layers=len(runs), layers=layers, **sizes)
@@ -121,28 +125,32 @@ def _keeps_residual(event: Event) -> bool:
     return heavy and not is_linear(event) and taken is not None and given is not None and taken[1].shape == given.shape
 
 
-def _block(trace: Trace, run: Event) -> tuple[Part, LayerFacts]:
-    scope = Scope(trace, run)
+def _block(trace: Trace, run: Event, stack: View | None) -> tuple[Part, LayerFacts]:
+    scope = Scope(trace, run, stack)
+    view = stack or View()
     slot, entering = scope.residual
     out = next((s, v) for s, v in run.outputs if v is run.output())
     sites: dict[str, Site] = {
-        "resid_pre": ModuleSite(run.name, "input", slot, run.call, overwritten=entering.overwritten),
-        "resid_post": ModuleSite(run.name, "output", out[0], run.call, overwritten=out[1].overwritten),
+        "resid_pre": ModuleSite(run.name, "input", slot, run.call, view, entering.overwritten),
+        "resid_post": ModuleSite(run.name, "output", out[0], run.call, view, out[1].overwritten),
     }
     flow = Flow(scope)
     attention = find_attention(scope, flow)
     channel = find_channel_mixer(scope, flow, attention)
+    streams = find_streams(scope, flow, attention, channel) if stack is not None else Streams()
     added = find_contributions(scope, flow, attention, channel)
-    sites |= attention.sites | channel.sites | added.sites
+    if stack is not None:
+        name_moves(scope, flow, added, streams)
+    sites |= attention.sites | channel.sites | added.sites | streams.sites
     part = Part(
         run.name,
         run.call,
         _in_forward_order(sites),
-        attention.absent | channel.absent,
-        attention.modules | channel.modules | added.modules,
-        attention.constants | added.constants,
+        attention.absent | channel.absent | streams.absent,
+        attention.modules | channel.modules | added.modules | streams.modules,
+        attention.constants | added.constants | streams.constants,
         attention.gate,
-        attention.beside | added.beside,
+        attention.beside | added.beside | streams.beside,
         added.to_mid,
         added.to_post,
     )
@@ -154,7 +162,7 @@ def _in_forward_order(sites: dict[str, Site]) -> dict[str, Site]:
 
 
 def _trunk(
-    trace: Trace, model: PreTrainedModel, runs: Sequence[Event], ids: Tensor
+    trace: Trace, model: PreTrainedModel, runs: Sequence[Event], ids: Tensor, stack: View | None
 ) -> tuple[Part, Entry, dict[str, Any]]:
     sites: dict[str, Site] = {}
     modules: dict[str, str] = {}
@@ -168,12 +176,15 @@ def _trunk(
     else:
         sites["embeddings"] = output_site(embedding)
         modules["embedding"] = embedding.name
-    scope = Scope(trace, runs[-1])
-    entry = _entry(before, Scope(trace, runs[0]))
+    scope = Scope(trace, runs[-1], stack)
+    entry = _entry(before, Scope(trace, runs[0], stack))
     last = runs[-1].output()
+    if stack is not None and (merge := next((e for e in after if _merges(scope, e, last)), None)) is not None:
+        modules["stream_head"] = merge.name
+        last = merge.output()
     norm = next((e for e in after if scope.is_norm(e) and (read := hidden_input(e)) and same(read[1], last)), None)
     if norm is None:
-        absent["final_norm"] = "no norm reads the last block's output"
+        absent["final_norm"] = "no norm reads the last block's output, or what is merged of its streams"
     else:
         sites["final_norm"] = output_site(norm)
         modules["final_norm"] = norm.name
@@ -181,7 +192,9 @@ def _trunk(
     head = next((e for e in reversed(after) if is_linear(e)), None)
     constants = _unembedding_scale(norm.output() if norm is not None else last, head)
     unembedded = head.output() if head is not None else None
-    sizes: dict[str, Any] = {"d_model": scope.residual[1].shape[-1], "n_ctx": _context(model)}
+    sizes: dict[str, Any] = {"d_model": scope.width, "n_ctx": _context(model)}
+    if stack is not None:
+        sizes["n_streams"] = stack.streams
     if head is None or unembedded is None:
         absent["lm_head"] = absent["logits"] = "this model has no unembedding after its blocks"
     else:
@@ -248,6 +261,13 @@ def _logit_ops(trace: Trace, head: str | None) -> tuple[tuple[str, float], ...]:
 _LOGIT_OPS = {"tanh": "tanh"} | dict.fromkeys(QUOTIENTS, "div") | dict.fromkeys(PRODUCTS, "mul")
 
 
+def _merges(scope: Scope, event: Event, last: Value | None) -> bool:
+    """A module that makes one vector per token of the last block's stack of streams."""
+    taken, given = hidden_input(event), event.output()
+    one = given is not None and given.shape == (1, scope.n_pos, scope.width)
+    return one and taken is not None and same(taken[1], last)
+
+
 def _reads_ids(event: Event, ids: Tensor) -> bool:
     leaf = event.module is not None and not any(True for _ in event.module.children())
     reads = any(v.tensor.data_ptr() == ids.data_ptr() for _, v in event.inputs)
@@ -260,13 +280,15 @@ def _entry(before: Sequence[Event], first: Scope) -> Entry:
     norm = next((e for e in before if first.is_norm(e) and same(e.output(), residual)), None)
     read = hidden_input(norm) if norm is not None else None
     target = read[1] if read is not None else residual
+    data = target.data if first.stack is None else first.stack.read(target.data, 1)
     outputs = [(e.name, e.output()) for e in before if isinstance(e.module, nn.Embedding) or _integer_input(e)]
-    wide = [(n, v.data) for n, v in outputs if v is not None and _broadcasts(v.shape, target.shape)]
+    given = [(n, v.data if first.stack is None else v.data.unsqueeze(-2)) for n, v in outputs if v is not None]
+    wide = [(n, v) for n, v in given if _broadcasts(v.shape, data.shape)]
     for take in range(1, len(wide) + 1):
-        total = torch.stack([v.expand_as(target.data) for _, v in wide[:take]]).sum(0)
-        scale = float((total * target.data).sum() / total.pow(2).sum().clamp_min(1e-30))
+        total = torch.stack([v.expand_as(data) for _, v in wide[:take]]).sum(0)
+        scale = float((total * data).sum() / total.pow(2).sum().clamp_min(1e-30))
         scale = 1.0 if abs(scale - 1) < 1e-2 else scale
-        if torch.allclose(scale * total, target.data, rtol=1e-2, atol=1e-5):
+        if torch.allclose(scale * total, data, rtol=1e-2, atol=1e-5):
             return Entry(tuple(n for n, _ in wide[:take]), scale, norm.name if norm is not None else None)
     return Entry()
 

@@ -14,14 +14,17 @@ from locant.anatomy.identities.table import identity
 from locant.anatomy.sites import wide
 
 
-@identity("attn_input", "attn_in = scale · norm(resid_pre)")
+@identity("attn_input", "attn_in = scale · norm(resid_pre), of several streams norm(attn_stream_collapse)")
 def _attn_input(e: Evidence) -> list[Equation]:
     if not e.has("attn_in"):
         return []
-    residual = e.get("resid_pre")
+    name = "attn_stream_collapse" if e.facts.n_streams > 1 else "resid_pre"
+    if not e.has(name):
+        return []
+    residual = e.get(name)
     normed = e.call("attn_norm", residual) if e.plays("attn_norm") else residual
     normed = normed * e.part.constants.get("attn_in_scale", 1.0)
-    return [e.equal(e.get("attn_in"), normed, "attn_in", "resid_pre")]
+    return [e.equal(e.get("attn_in"), normed, "attn_in", name)]
 
 
 @identity("projection", "query, key, value = W attn_in (+ b)")

@@ -12,11 +12,15 @@ from locant.anatomy.sites import wide
 from locant.anatomy.structure import CALL_ERRORS
 
 
-@identity("mlp_input", "mlp_in = norm(resid_mid), or norm(resid_pre) in a parallel block")
+@identity("mlp_input", "mlp_in = norm(resid_mid), or norm(resid_pre) in a parallel block, of several streams norm(mlp_stream_collapse)")
 def _mlp_input(e: Evidence) -> list[Equation]:
     if not e.has("mlp_in"):
         return []
     name = "resid_mid" if e.has("resid_mid") else "resid_pre"
+    if e.facts.n_streams > 1:
+        name = "mlp_stream_collapse"
+        if not e.has(name):
+            return []
     residual = e.get(name)
     normed = e.call("mlp_norm", residual) if e.plays("mlp_norm") else residual
     return [e.equal(e.get("mlp_in"), normed, "mlp_in", name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from locant.address import Address
 from locant.anatomy.anatomy import Move
 from locant.anatomy.evidence import Equation, Evidence
+from locant.anatomy.identities.streams import merged, stream_sum
 from locant.anatomy.identities.table import identity
 from locant.points import POINTS
 
@@ -20,13 +22,16 @@ def _embedding(e: Evidence) -> list[Equation]:
     return [e.equal(e.get("embeddings"), e.call("embedding", e.ids), "embeddings")]
 
 
-@identity("final_norm", "final_norm = norm(resid_post.last)", doubt_from=())
+@identity("final_norm", "final_norm = norm(resid_post.last), of several streams their merge", doubt_from=())
 def _final_norm(e: Evidence) -> list[Equation]:
     trunk, block = e.at(None), e.at(e.last)
-    if not trunk.has("final_norm") or not block.has("resid_post"):
+    name = "final_norm" if trunk.has("final_norm") else "lm_head"
+    streams = trunk.plays("stream_head")
+    if not trunk.has(name) or not block.has("resid_post") or not (streams or name == "final_norm"):
         return []
-    normed = trunk.call("final_norm", block.get("resid_post"))
-    return [trunk.equal(trunk.get("final_norm"), normed, "final_norm", others=(block.address("resid_post"),))]
+    last = block.get("resid_post")
+    normed = trunk.call(name, merged(trunk, last) if streams else last)
+    return [trunk.equal(trunk.get(name), normed, name, others=(block.address("resid_post"),))]
 
 
 @identity("unembedding", "lm_head = W_U (scale · final_norm)", doubt_from=())
@@ -71,23 +76,26 @@ def _first_residual(e: Evidence) -> list[Equation]:
     terms = [t for path in entry.summands if (t := e.output(path)) is not None]
     if not terms or len(terms) < len(entry.summands):
         return _mid_sum(e) or _block_sum(e)  # it is what the block adds to, whatever it is made of
+    if e.disturbed:
+        return []
+    if e.facts.n_streams > 1:
+        terms = [t.unsqueeze(-2) for t in terms]
     total = torch.stack([t.expand_as(first) for t in terms]).sum(0) * entry.scale
     made = e.call_path(entry.norm, total) if entry.norm else total
     return [e.equal(first, made, "resid_pre", others=(Address("embeddings"),))]
 
 
-@identity("mid_sum", "resid_mid = resid_pre + attn_out_post")
+@identity("mid_sum", "resid_mid = resid_pre + attn_out_post; of several streams mix · resid_pre + write · attn_out_post")
 def _mid_sum(e: Evidence) -> list[Equation]:
     if not e.has("resid_mid", "attn_out_post"):
         return []
-    moves = _ADDED[:1] if e.part.to_mid is None else e.part.to_mid
-    return _for_raw(e, e.follows("resid_mid", "resid_pre", moves))
+    return _residual(e, "resid_mid", "resid_pre", _ADDED[:1] if e.part.to_mid is None else e.part.to_mid)
 
 
 @identity(
     "block_sum",
     "resid_post = resid_mid + mlp_out_post; in a parallel block resid_pre + attn_out_post + mlp_out_post; "
-    "with the norm after the sum, norm(mlp_in + mlp_out_post)",
+    "with the norm after the sum, norm(mlp_in + mlp_out_post); of several streams mix · resid_mid + write · mlp_out_post",
 )
 def _block_sum(e: Evidence) -> list[Equation]:
     start = "resid_mid" if e.has("resid_mid") else "resid_pre"
@@ -96,10 +104,25 @@ def _block_sum(e: Evidence) -> list[Equation]:
         moves = _ADDED[1:] if start == "resid_mid" else _ADDED
     if not e.has(*(m.name for m in moves if m.kind == "add" and m.name in POINTS)):
         return []
-    return _for_raw(e, e.follows("resid_post", start, moves))
+    return _residual(e, "resid_post", start, moves)
 
 
 _ADDED = (Move("add", "attn_out_post"), Move("add", "mlp_out_post"))
+
+
+def _residual(e: Evidence, total: str, start: str, moves: Sequence[Move]) -> list[Equation]:
+    """`total` is what `moves` make of `start`."""
+    if not any(m.kind in ("mix", "write") for m in moves):
+        return _for_raw(e, e.follows(total, start, moves))
+    equations = stream_sum(e, total, start, moves)
+    return [*_for_raw(e, equations[0]), *equations[1:], *_streams_kept(e, total, equations[0])]
+
+
+def _streams_kept(e: Evidence, total: str, equation: Equation) -> list[Equation]:
+    """The stack as a whole is the same tensor as the residual after the block."""
+    if total != "resid_post" or not e.has("resid_streams"):
+        return []
+    return [replace(equation, members=equation.members | {e.address("resid_streams")})]
 
 
 def _for_raw(e: Evidence, equation: Equation) -> list[Equation]:
