@@ -54,7 +54,7 @@ def test_every_row_is_whole(point):
     assert "." not in point.meaning[:-1]
     assert set(point.axes) <= AXES
     assert point.width
-    assert point.proof or point.needs == "streams"  # no identity speaks of these yet
+    assert point.proof
     assert point.needs in REQUIREMENTS
     for service in (point.eager, point.vllm):
         assert service.served is (service.reason == "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -108,7 +108,10 @@ class Anatomy:
         return self.trunk if layer is None else self.blocks[layer]
 
     def site(self, address: Address) -> Site | None:
-        return self.part(address.layer).sites.get(address.name)
+        site = self.part(address.layer).sites.get(address.name)
+        if site is None or address.stream is None:
+            return site
+        return replace(site, view=replace(site.view, stream=address.stream))
 
     def addresses(self) -> Iterator[Address]:
         """Every point that was found, in forward order."""

@@ -41,6 +41,7 @@ def prove(evidence: Evidence, disturbed: Evidence | None = None) -> dict[Address
     themselves: two tensors read at wrong places may well agree with each other.
 
     Args:
+        evidence: every point as one forward of the model gave it.
         disturbed: the same of a forward whose first residual was changed, where the model's own makes identities
             trivial (streams that are all alike cannot show how they are mixed).
     """

@@ -22,6 +22,8 @@ def stack_view(trace: Trace, runs: Sequence[Event], ids_shape: Sequence[int], d_
     """How the blocks' residual holds several streams; ``None`` where it is one vector per token.
 
     Args:
+        trace: of one forward.
+        runs: its block executions.
         ids_shape: ``(1, pos)`` of the traced tokens.
         d_model: width of the token embeddings, where there is one. A residual that is a multiple of it wide, in blocks
             whose sublayers are not, is several streams side by side.
@@ -64,7 +66,8 @@ def find_streams(scope: Scope, flow: Flow, attention: Found, channel: ChannelFou
     """What attention and MLP read from the streams and write to them; moves `resid_mid` to the stack between them."""
     found = Streams()
     out = scope.run.output()
-    assert scope.stack is not None and out is not None, "asked for where the residual is a stack"
+    assert scope.stack is not None, "asked for where the residual is a stack"
+    assert out is not None, "a block run is chosen by having one"
     slot = next(s for s, v in scope.run.outputs if v is out)
     found.sites["resid_streams"] = ModuleSite(
         scope.run.name, "output", slot, scope.run.call, scope.stack, out.overwritten
@@ -87,7 +90,11 @@ def _middle(scope: Scope, flow: Flow, value: Value) -> Site:
     """The stack between attention and MLP, as the model hands it on."""
     for event in scope.calls:
         taken = hidden_input(event)
-        if taken is not None and taken[1].shape == value.shape and any(same(v, value) for v in unchanged_from(taken[1])):
+        if (
+            taken is not None
+            and taken[1].shape == value.shape
+            and any(same(v, value) for v in unchanged_from(taken[1]))
+        ):
             slot, held = taken
             return ModuleSite(event.name, "input", slot, event.call, scope.view(held), held.overwritten)
     site = flow.site(value)
@@ -152,7 +159,8 @@ def _read(scope: Scope, short: str, sublayer: Found, found: Streams) -> None:
     norm = scope.norm_giving(handed[1]) or scope.norm_giving(bare)
     taken = hidden_input(norm) if norm is not None else handed
     reader = norm if norm is not None else sublayer.module
-    assert taken is not None and reader is not None
+    assert taken is not None, "a norm is told by what it is handed"
+    assert reader is not None
     read = _weighted(scope, taken[1])
     if read is None:
         found.absent[point] = "it is no weighted sum of the streams that could be followed"

@@ -95,8 +95,8 @@ class Scope:
     @property
     def width(self) -> int:
         """Numbers in one residual stream of one token."""
-        streams = 1 if self.stack is None else self.stack.streams
-        return self.residual[1].tensor.numel() // self.n_pos // streams
+        side_by_side = self.stack is not None and self.stack.layout == "streams_flat"
+        return self.residual[1].shape[-1] // (self.stack.streams if self.stack and side_by_side else 1)
 
     @property
     def n_pos(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from locant.address import Address, AddressLike, format_address, to_address
 from locant.anatomy.anatomy import Anatomy
@@ -18,7 +18,7 @@ from locant.errors import (
     PointUnavailable,
     did_you_mean,
 )
-from locant.points import INSTEAD, POINTS, REQUIREMENTS
+from locant.points import INSTEAD, POINTS, REQUIREMENTS, Point
 
 Addresses = AddressLike | Iterable[AddressLike]
 
@@ -107,31 +107,34 @@ class Catalogue:
                 has=f"this model has {facts.n_layers} layers, 0 to {facts.n_layers - 1}",
                 instead=f"the last one is {address.name}.{facts.n_layers - 1}",
             )
-        if address.stream is not None:
-            raise PointUnavailable(
-                f"{name}: a stream coordinate",
-                has="this model has one residual stream",
-                instead="leave the stream out",
-            )
+        self._check_stream(address)
         site = self.anatomy.site(address)
         if site is None:
             reason, instead = self._absence(address)
             raise PointUnavailable(f"{name}: {reason}", has=self._layers_having(address), instead=instead)
-        verdict = self.verdicts.get(address)
+        verdict = self.verdict(address)
         if verdict is not None and verdict.state != "proven":
             raise PointUnavailable(f"{name}: {verdict.reason}", has=f"it was found at {site}")
         return site
+
+    def verdict(self, address: Address) -> Verdict | None:
+        """What the proof says of an address; each stream of a stack is proven with the others."""
+        return self.verdicts.get(replace(address, stream=None))
 
     def status(self) -> list[PointStatus]:
         """One row per point and layer, in forward order."""
         layers = range(self.anatomy.facts.n_layers)
         everywhere = [(p, layer) for p in POINTS.values() for layer in ([None] if p.scope == "trunk" else layers)]
-        return [self._status(Address(point.name, layer)) for point, layer in everywhere]
+        return [
+            self._status(Address(point.name, layer, stream))
+            for point, layer in everywhere
+            for stream in self._streams_of(point)
+        ]
 
     def _status(self, address: Address) -> PointStatus:
         point = POINTS[address.name]
         width = point.width_of(self.anatomy.facts.at(address.layer))
-        site, verdict = self.anatomy.site(address), self.verdicts.get(address)
+        site, verdict = self.anatomy.site(address), self.verdict(address)
         if site is None:
             reason, instead = self._absence(address)
             return PointStatus(address, False, width, "", "not applicable", None, reason, instead)
@@ -139,6 +142,30 @@ class Catalogue:
             return PointStatus(address, True, width, str(site), "not run")
         served = verdict.state == "proven"
         return PointStatus(address, served, width, str(site), verdict.state, verdict.error, verdict.reason)
+
+    def _streams_of(self, point: Point) -> Sequence[int | None]:
+        """The streams that have an address of their own: each of several, of a point that is one vector."""
+        n = self.anatomy.facts.n_streams
+        return range(n) if n > 1 and point.takes_stream and "stream" not in point.axes else [None]
+
+    def _check_stream(self, address: Address) -> None:
+        n, name = self.anatomy.facts.n_streams, format_address(address)
+        if address.stream is None and self._streams_of(POINTS[address.name]) != [None]:
+            raise PointUnavailable(
+                f"{name}: the residual of this model is {n} streams",
+                has=f"one of them is {name}.stream-0 to {name}.stream-{n - 1}",
+                instead=f"name the stream, or read all of them after the block: resid_streams.{address.layer}",
+            )
+        if address.stream is not None and n == 1:
+            raise PointUnavailable(
+                f"{name}: a stream coordinate",
+                has="this model has one residual stream",
+                instead="leave the stream out",
+            )
+        if address.stream is not None and address.stream >= n:
+            raise PointUnavailable(
+                f"{name}: stream {address.stream}", has=f"this model has {n} residual streams, 0 to {n - 1}"
+            )
 
     def _absence(self, address: Address) -> tuple[str, str]:
         needs = POINTS[address.name].needs

@@ -12,7 +12,10 @@ from locant.anatomy.sites import wide
 from locant.anatomy.structure import CALL_ERRORS
 
 
-@identity("mlp_input", "mlp_in = norm(resid_mid), or norm(resid_pre) in a parallel block, of several streams norm(mlp_stream_collapse)")
+@identity(
+    "mlp_input",
+    "mlp_in = norm(resid_mid), or norm(resid_pre) in a parallel block, of several streams norm(mlp_stream_collapse)",
+)
 def _mlp_input(e: Evidence) -> list[Equation]:
     if not e.has("mlp_in"):
         return []

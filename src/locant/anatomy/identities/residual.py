@@ -10,7 +10,7 @@ import torch
 from locant.address import Address
 from locant.anatomy.anatomy import Move
 from locant.anatomy.evidence import Equation, Evidence
-from locant.anatomy.identities.streams import merged, stream_sum
+from locant.anatomy.identities.streams import merged, read_of_streams, stream_sum
 from locant.anatomy.identities.table import identity
 from locant.points import POINTS
 
@@ -85,7 +85,9 @@ def _first_residual(e: Evidence) -> list[Equation]:
     return [e.equal(first, made, "resid_pre", others=(Address("embeddings"),))]
 
 
-@identity("mid_sum", "resid_mid = resid_pre + attn_out_post; of several streams mix · resid_pre + write · attn_out_post")
+@identity(
+    "mid_sum", "resid_mid = resid_pre + attn_out_post; of several streams mix · resid_pre + write · attn_out_post"
+)
 def _mid_sum(e: Evidence) -> list[Equation]:
     if not e.has("resid_mid", "attn_out_post"):
         return []
@@ -95,7 +97,8 @@ def _mid_sum(e: Evidence) -> list[Equation]:
 @identity(
     "block_sum",
     "resid_post = resid_mid + mlp_out_post; in a parallel block resid_pre + attn_out_post + mlp_out_post; "
-    "with the norm after the sum, norm(mlp_in + mlp_out_post); of several streams mix · resid_mid + write · mlp_out_post",
+    "with the norm after the sum, norm(mlp_in + mlp_out_post); "
+    "of several streams mix · resid_mid + write · mlp_out_post",
 )
 def _block_sum(e: Evidence) -> list[Equation]:
     start = "resid_mid" if e.has("resid_mid") else "resid_pre"
@@ -105,6 +108,15 @@ def _block_sum(e: Evidence) -> list[Equation]:
     if not e.has(*(m.name for m in moves if m.kind == "add" and m.name in POINTS)):
         return []
     return _residual(e, "resid_post", start, moves)
+
+
+@identity(
+    "stream_read",
+    "stream_collapse = Σ read[k] · stream[k], over the streams as they enter or their norm",
+    doubt_from=(),
+)
+def _stream_read(e: Evidence) -> list[Equation]:
+    return read_of_streams(e)
 
 
 _ADDED = (Move("add", "attn_out_post"), Move("add", "mlp_out_post"))

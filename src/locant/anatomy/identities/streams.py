@@ -1,4 +1,4 @@
-"""Equations of several residual streams: how a sublayer reads them, and how they are mixed and written."""
+"""What is true of several residual streams: how a sublayer reads them, and how they are mixed and written."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from torch import Tensor
 
 from locant.anatomy.anatomy import Move
 from locant.anatomy.evidence import TOLERANCE, Equation, Evidence
-from locant.anatomy.identities.table import identity
 
 
-@identity(
-    "stream_read", "stream_collapse = Σ read[k] · stream[k], over the streams as they enter or their norm", doubt_from=()
-)
-def _stream_read(e: Evidence) -> list[Equation]:
+def read_of_streams(e: Evidence) -> list[Equation]:
+    """What each sublayer reads is the sum of the streams, or of their norm, each with its weight."""
     found = []
     for short, start, moves in (("attn", "resid_pre", e.part.to_mid), ("mlp", "resid_mid", e.part.to_post)):
         point, weights = f"{short}_stream_collapse", f"{short}_read"
@@ -39,7 +36,9 @@ def _stream_read(e: Evidence) -> list[Equation]:
 def _as_held(e: Evidence, name: str, stack: Tensor) -> Tensor:
     """A stack ``[batch, pos, stream, d]`` as the model lays it out."""
     layout = e.part.sites[name].view.layout
-    return stack.movedim(2, 0) if layout == "streams_first" else stack.flatten(-2) if layout == "streams_flat" else stack
+    return (
+        stack.movedim(2, 0) if layout == "streams_first" else stack.flatten(-2) if layout == "streams_flat" else stack
+    )
 
 
 def merged(e: Evidence, stack: Tensor) -> Tensor:
@@ -61,8 +60,7 @@ def stream_sum(e: Evidence, total: str, start: str, moves: Sequence[Move]) -> li
     names = (total, start, *written)
     equation = e.summed(whole, _terms(e, start, moves, coefficients), *names)
     found = [equation]
-    for name in coefficients:
-        own = coefficients[name]
+    for name, own in coefficients.items():
         other = own.roll(1, -1) if name in weights else own.transpose(-1, -2)
         swapped = e.summed(whole, _terms(e, start, moves, coefficients | {name: other}), *names)
         alike = swapped.error <= TOLERANCE[e.dtype]

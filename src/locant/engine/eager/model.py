@@ -25,7 +25,7 @@ from locant.anatomy.proof import prove
 from locant.anatomy.sites import Site
 from locant.anatomy.survey import attention_in_use, embedding_weight, input_device, probe_ids, survey
 from locant.engine.cache import Cache, Origin, resolve_positions, select
-from locant.engine.eager.taps import Taps, inference
+from locant.engine.eager.taps import Taps, disturbed, inference
 from locant.engine.plan import Addresses, Catalogue, Plan, as_addresses
 from locant.engine.prompts import Batch, Encoder, Prompts
 from locant.engine.served import Served
@@ -172,7 +172,10 @@ class EagerModel:
         return cache[logits], cache.only(wanted)
 
     def unembed(self, residuals: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
-        """Logits of residual vectors: final norm, unembedding, then the family's scaling and soft-cap."""
+        """Logits of residual vectors: final norm, unembedding, then the family's scaling and soft-cap.
+
+        Of several residual streams it takes what they are merged to before the final norm, or one of them.
+        """
         if residuals.shape[-1] != self.facts.d_model:
             raise PointUnavailable(
                 f"unembedding vectors of width {residuals.shape[-1]}",
@@ -181,7 +184,8 @@ class EagerModel:
         trunk = self.anatomy.trunk
         modules, scale = trunk.modules, trunk.constants.get("unembedding_scale")
         unproven = [n for n in ("final_norm", "lm_head") if n in modules and self.refuses(n)]
-        if "lm_head" not in modules or scale is None or unproven:
+        merges = self.facts.n_streams > 1 and "final_norm" not in modules
+        if "lm_head" not in modules or scale is None or unproven or merges:
             reason = trunk.absent.get("lm_head", "this model computes more than a norm between its residual and W_U")
             raise PointUnavailable("unembed", has=reason, instead="capture logits")
         head = self.hf.get_submodule(modules["lm_head"])
@@ -207,8 +211,12 @@ class EagerModel:
             anatomy = survey(self.hf)
         tape, ids = self._tape(anatomy)
         evidence = Evidence(anatomy, tape, ids, self.hf.get_submodule)
+        other = None
+        if anatomy.facts.n_streams > 1:
+            with disturbed(self.hf, anatomy.blocks[0].sites["resid_pre"]):
+                other = Evidence(anatomy, self._tape(anatomy)[0], ids, self.hf.get_submodule, disturbed=True)
         with self._undisturbed(grad=False):
-            verdicts = prove(evidence)
+            verdicts = prove(evidence, other)
         _check_causal(tape, anatomy, type(self.hf).__name__)
         return Catalogue(anatomy, verdicts)
 
@@ -281,14 +289,14 @@ class EagerModel:
         return replace(origin, token_strings=tuple(tuple(self._encoder.strings(ids)) for ids in batch.tokens))
 
     def _origin(self, plan: Plan) -> Origin:
-        verdicts = self._catalogue.verdicts
+        verdict = self._catalogue.verdict
         return Origin(
             self.name,
             self.revision,
             str(self.hf.dtype).removeprefix("torch."),
             self.anatomy.attention,
             _versions(),
-            {format_address(a): str(verdicts.get(a, "module output")) for a in plan.reads},
+            {format_address(a): str(verdict(a) or "module output") for a in plan.reads},
         )
 
 

@@ -346,6 +346,24 @@ class _Inside(TorchFunctionMode):
         return (probs @ value).reshape(*query.shape[:-1], value.shape[-1])
 
 
+@contextmanager
+def disturbed(model: nn.Module, site: Site) -> Generator[None]:
+    """Add noise, as large as the tensor, to what a module is handed at an input site."""
+
+    def disturb(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        where: Any = kwargs if isinstance(site.slot, str) else args
+        tensor: Tensor = where[site.slot]
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
+        changed = tensor + noise * tensor.float().std().to(tensor.dtype)
+        return with_slot(args, site.slot, changed), with_slot(kwargs, site.slot, changed)
+
+    hook = model.get_submodule(site.path).register_forward_pre_hook(disturb, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def inference(grad: bool) -> Any:
     """Without gradients, but with plain tensors that may enter a graph later."""
     stack = ExitStack()
