@@ -122,7 +122,7 @@ def _other_mixer(scope: Scope, flow: Flow, found: Found) -> None:
 
 
 def _core(scope: Scope) -> Core | None:
-    n_pos = scope.residual[1].shape[1]
+    n_pos = scope.n_pos
     for op in reversed(scope.events):
         if not op.is_op:
             continue
@@ -177,7 +177,7 @@ def _heads(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
             e for e in scope.events if e.is_op and any(v is core.key for _, v in e.inputs) and e.name in CONTRACTIONS
         )
         arguments = tuple(s for s, v in product.inputs if v is core.query or v is core.key)
-        n_pos = scope.residual[1].shape[1]
+        n_pos = scope.n_pos
         for point, op in (("attn_scores", core.scores), ("attn_probs", core.mix)):
             sinks = op.inputs[0][1].shape[-1] - n_pos
             found.sites[point] = argument(op, 0, replace(matrix, sinks=sinks))
@@ -211,7 +211,7 @@ def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
         "value": trace.ancestors(core.value, mixer.index),
     }
     linears = [e for e in scope.events if mixer.index < e.index < core.scores.index and is_linear(e)]
-    n_pos = scope.residual[1].shape[1]
+    n_pos = scope.n_pos
     for name, own in back.items():
         others = {id(v) for other, values in back.items() if other != name for v in values}
         only = [core.value] if name == "value" else [v for v in own if id(v) not in others]
@@ -298,9 +298,7 @@ def _gate(scope: Scope, mixer: Event, core: Core, w_o: Event, found: Found) -> N
         return
     linears = [e for e in scope.events if mixer.index < e.index < w_o.index and is_linear(e)]
     argument = function.inputs[0][1]
-    source = find_projection(
-        [argument], scope.trace.ancestors(argument, mixer.index), linears, scope.residual[1].shape[1]
-    )
+    source = find_projection([argument], scope.trace.ancestors(argument, mixer.index), linears, scope.n_pos)
     if source is None:
         found.absent["attn_gate"] = "no single projection holds the gate of this block's attention output"
         _factor(scope, plain[0], found)

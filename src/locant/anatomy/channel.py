@@ -196,10 +196,10 @@ def _takes(event: Event, value: Value | None) -> bool:
 
 def _source(value: Value, linears: list[Event], scope: Scope) -> tuple[Event, list[int]] | None:
     """The linear map whose output channels `value` is a copy of."""
-    n_pos = scope.residual[1].shape[1]
+    n_pos = scope.n_pos
     for event in linears:
         output = event.output()
-        if output is not None and value.shape[-1] <= output.shape[-1]:
+        if output is not None and value.shape[-1:] and value.shape[-1] <= output.shape[-1]:
             index = channel_index(value, output, n_pos)
             if index is not None:
                 return event, index.flatten().tolist()

@@ -125,8 +125,8 @@ class Flow:
         """Where `value` is read: a module's output if there is one, else the operation that makes it."""
         events = self.scope.events
         given = next((e for e in reversed(events) if not e.is_op and same(e.output(), value)), None)
-        if given is not None:
-            return output_site(given, self.scope.view(value))
+        if given is not None and (held := given.output()) is not None:
+            return output_site(given, self.scope.view(held))
         taken = next(
             (e for e in events if not e.is_op and (read := hidden_input(e)) is not None and same(read[1], value)), None
         )
