@@ -332,6 +332,21 @@ def test_every_point_of_the_streams_is_proven_and_each_served_address_is_capture
 
 
 @ALL
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_proves_the_same_points_and_reads_the_modules_own_tensors(name, dtype):
+    model = locant.load_model(fresh(name).to(dtype))
+    proven = {row.address for row in model.points() if row.proof == "proven"}
+    streams = {p for p, point in locant.POINTS.items() if point.takes_stream or point.needs == "streams"}
+    around = streams | {"attn_in", "mlp_in", "attn_out_post", "mlp_out_post", "logits"}
+    assert {row.address for row in loaded(name).points() if row.served and row.address.name in around} <= proven
+    block = blocks(model.hf)[LAYER]
+    seen = hooked(model, {"out": (block, "output"), "added": (mixer(block), "output")})
+    cache = model.capture(IDS, [f"resid_streams.{LAYER}", f"attn_out_post.{LAYER}"])
+    assert torch.equal(cache[f"resid_streams.{LAYER}"], stacked(name, seen["out"]))
+    assert torch.equal(cache[f"attn_out_post.{LAYER}"], seen["added"])
+
+
+@ALL
 def test_a_residual_without_its_stream_is_refused_and_says_what_to_write(name):
     n, model = MODELS[name][2], loaded(name)
     for point in ("resid_pre", "resid_mid", "resid_post"):

@@ -115,8 +115,9 @@ class Flow:
     def between(self, start: Value, end: Value) -> list[Step] | None:
         """The steps from the residual `start` to the residual `end`, where both are on the path."""
         values = [self.scope.residual[1], *(step.value for step in self.steps or ())]
-        first = next((i for i, v in enumerate(values) if same(v, start)), None)
-        last = next((i for i in range(len(values) - 1, -1, -1) if same(values[i], end)), None)
+        held = unchanged_from(start), unchanged_from(end)  # a residual may be added in another dtype
+        first = next((i for i, v in enumerate(values) if any(same(v, h) for h in held[0])), None)
+        last = next((i for i in range(len(values) - 1, -1, -1) if any(same(values[i], h) for h in held[1])), None)
         if self.steps is None or first is None or last is None or last < first:
             return None
         return self.steps[first:last]
@@ -170,9 +171,10 @@ def write_of(scope: Scope, side: Value) -> tuple[Value, Value] | None:
     n_pos, n = scope.n_pos, scope.stack.streams
     factors = [unchanged_from(v) for _, v in product.inputs]
     for one, other in (factors, factors[::-1]):
-        vector = next((v for v in one if v.shape == (1, n_pos, scope.width)), None)
+        vectors = [v for v in one if v.shape == (1, n_pos, scope.width)]
         weights = [v for v in other if v.shape == (1, n_pos, n)]
-        if vector is not None and weights:
+        if vectors and weights:  # as a module gives them, before a cast to another dtype
+            vector = next((v for v in vectors if scope.gives(v)), vectors[0])
             return vector, next((v for v in weights if scope.holder(v) is not None), weights[0])
     return None
 

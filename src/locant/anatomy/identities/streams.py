@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -59,28 +59,43 @@ def stream_sum(e: Evidence, total: str, start: str, moves: Sequence[Move]) -> li
     coefficients = {name: e.get(name) for name in [*weights, *matrices]}
     names = (total, start, *written)
     equation = e.summed(whole, _terms(e, start, moves, coefficients), *names)
+    exact = _exact(whole, e, start, moves, coefficients)
     found = [equation]
     for name, own in coefficients.items():
-        other = own.roll(1, -1) if name in weights else own.transpose(-1, -2)
-        swapped = e.summed(whole, _terms(e, start, moves, coefficients | {name: other}), *names)
-        alike = swapped.error <= TOLERANCE[e.dtype]
+        swapped = coefficients | {name: own.roll(1, -1) if name in weights else own.transpose(-1, -2)}
+        if exact:
+            alike = _exact(whole, e, start, moves, swapped)
+        else:
+            alike = e.summed(whole, _terms(e, start, moves, swapped), *names).error <= TOLERANCE[e.dtype]
         members = frozenset([*equation.members, e.address(name)])
         found.append(replace(equation, members=members, vacuous=equation.vacuous or alike))
     return found
 
 
-def _terms(e: Evidence, start: str, moves: Sequence[Move], coefficients: dict[str, Tensor]) -> list[Tensor]:
-    terms = [e.get(start)]
+def _exact(whole: Tensor, e: Evidence, start: str, moves: Sequence[Move], coefficients: Mapping[str, Tensor]) -> bool:
+    """The terms give `whole` bit for bit, added in its own dtype or in float32."""
+    for dtype in (whole.dtype, torch.float32):
+        terms = _terms(e, start, moves, coefficients, dtype)
+        if any(torch.equal(sum(order[1:], order[0]).to(whole.dtype), whole) for order in (terms, terms[::-1])):
+            return True
+    return False
+
+
+def _terms(
+    e: Evidence, start: str, moves: Sequence[Move], coefficients: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    dtype = dtype or e.get(start).dtype
+    terms = [e.get(start).to(dtype)]
     for move in moves:
         if move.kind == "add":
-            terms.append(e.get(move.name))
+            terms.append(e.get(move.name).to(dtype))
         elif move.kind == "write":
-            vector = e.get(move.name)
-            weights = coefficients[move.name.replace("_out_post", "_stream_write")]
-            terms.append((weights.to(vector.dtype)[..., None] * vector[..., None, :]).to(terms[0].dtype))
+            vector = e.get(move.name).to(dtype)
+            weights = coefficients[move.name.replace("_out_post", "_stream_write")].to(dtype)
+            terms.append(weights[..., None] * vector[..., None, :])
         elif move.kind == "mix":
-            mix = coefficients[move.name]
-            terms = [torch.matmul(mix.to(term.dtype).transpose(-1, -2), term) for term in terms]
+            matrix = coefficients[move.name].to(dtype).transpose(-1, -2)
+            terms = [torch.matmul(matrix, term) for term in terms]
         else:
             raise ValueError(f"streams that pass through a {move.kind} are not followed")
     return terms
