@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from locant.errors import CacheError as CacheError
     from locant.errors import LayerOutOfRange as LayerOutOfRange
     from locant.errors import LocantError as LocantError
+    from locant.errors import LocatorError as LocatorError
     from locant.errors import ModelError as ModelError
     from locant.errors import ModulePathError as ModulePathError
     from locant.errors import PointError as PointError
@@ -28,6 +29,15 @@ if TYPE_CHECKING:
     from locant.errors import UnknownCoordinate as UnknownCoordinate
     from locant.errors import UnknownPoint as UnknownPoint
     from locant.load import load_model as load_model
+    from locant.locators.axes import ModelAxis as ModelAxis
+    from locant.locators.axes import ModelLayerLocation as ModelLayerLocation
+    from locant.locators.index import Index as Index
+    from locant.locators.locator import Combination as Combination
+    from locant.locators.locator import Coordinates as Coordinates
+    from locant.locators.locator import Filter as Filter
+    from locant.locators.locator import Group as Group
+    from locant.locators.locator import Incremental as Incremental
+    from locant.locators.locator import ModelLocatorConfig as ModelLocatorConfig
     from locant.points import POINTS as POINTS
     from locant.points import Point as Point
 
@@ -39,11 +49,21 @@ __all__ = [
     "AddressError",
     "Cache",
     "CacheError",
+    "Combination",
+    "Coordinates",
     "EagerModel",
     "Facts",
+    "Filter",
+    "Group",
+    "Incremental",
+    "Index",
     "LayerOutOfRange",
     "LocantError",
+    "LocatorError",
+    "ModelAxis",
     "ModelError",
+    "ModelLayerLocation",
+    "ModelLocatorConfig",
     "ModulePathError",
     "Point",
     "PointError",
@@ -66,11 +86,21 @@ _HOMES = {
     "AddressError": "errors",
     "Cache": "engine.cache",
     "CacheError": "errors",
+    "Combination": "locators.locator",
+    "Coordinates": "locators.locator",
     "EagerModel": "engine.eager.model",
     "Facts": "anatomy.facts",
+    "Filter": "locators.locator",
+    "Group": "locators.locator",
+    "Incremental": "locators.locator",
+    "Index": "locators.index",
     "LayerOutOfRange": "errors",
     "LocantError": "errors",
+    "LocatorError": "errors",
+    "ModelAxis": "locators.axes",
     "ModelError": "errors",
+    "ModelLayerLocation": "locators.axes",
+    "ModelLocatorConfig": "locators.locator",
     "ModulePathError": "errors",
     "Point": "points",
     "PointError": "errors",

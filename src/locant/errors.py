@@ -10,6 +10,7 @@
     │   ├── LayerOutOfRange       the point exists, the model has fewer layers
     │   ├── PointUnavailable      this model, layer or backend has no such tensor, or its proof failed
     │   └── ModulePathError       the model has no module of this path
+    ├── LocatorError              a locator that names no rows this model and prompt have (also a ValueError)
     ├── PromptError               a prompt that cannot be run: empty, too long, of unknown tokens
     ├── ModelError                a model that cannot be loaded, or whose structure is not supported
     └── CacheError                an address that was not captured, or a file that is no capture
@@ -81,6 +82,10 @@ class PointUnavailable(PointError):
 
 class ModulePathError(PointError):
     """The loaded model has no module of this path."""
+
+
+class LocatorError(LocantError, ValueError):
+    """A locator, or a part of one, that names no rows: in itself, or on this model and this prompt."""
 
 
 class PromptError(LocantError):
