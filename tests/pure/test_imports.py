@@ -5,6 +5,7 @@ import sys
 import pytest
 
 HEAVY = ["torch", "transformers", "polars", "altair", "numpy", "safetensors"]
+HEAVIEST = {"torch", "transformers", "polars"}
 CPU_SECONDS = 0.1
 
 
@@ -32,10 +33,21 @@ def cpu_seconds_of(statement: str, cache) -> float:
         "import locant; dir(locant); locant.__version__",
         "from locant import Address, AddressError, POINTS, parse_address, points",
         "import locant.names",
+        "import locant.locators",
+        "import locant.locators.axes",
     ],
 )
 def test_the_vocabulary_needs_no_heavy_library(statement):
     assert heavy_modules_after(statement) == ""
+
+
+@pytest.mark.parametrize("statement", ["import locant.locators.locator", "from locant import Facts, Index"])
+def test_locators_resolve_without_a_model_and_without_its_libraries(statement):
+    assert HEAVIEST.isdisjoint(heavy_modules_after(statement).split())
+
+
+def test_a_locator_is_read_without_numpy():
+    assert heavy_modules_after("from locant import ModelLocatorConfig; ModelLocatorConfig('embed')") == ""
 
 
 def test_the_check_for_heavy_libraries_can_fail(tmp_path):

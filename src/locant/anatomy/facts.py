@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -66,12 +66,32 @@ class Facts:
 
     @classmethod
     def from_dict(cls, sizes: Mapping[str, Any]) -> Facts:
-        """Facts from plain numbers, for work without a model: ``Facts.from_dict({"n_layers": 12})``.
+        """Facts from plain numbers, for work without a model: ``Facts.from_dict({"n_layers": 12, "n_heads": 12})``.
+
+        Args:
+            sizes: the fields of this class, where ``n_kv_heads`` is ``n_heads`` unless given and may also be spelled
+                ``n_key_value_heads``, and ``head_dim`` ``d_head``. With a field of :class:`LayerFacts` that is no size,
+                e.g. ``channel``, all layers are such; ``gated_mlp`` says ``channel`` with true and false. ``layers`` is
+                a list with the fields of each layer instead, its sizes included.
 
         Raises:
             TypeError: a key that is no fact.
         """
-        return cls(**sizes)
+        given: dict[str, Any] = {_SPELLINGS.get(name, name): size for name, size in sizes.items()}
+        gated = given.pop("gated_mlp", None)
+        if gated is not None:
+            given["channel"] = "gated" if gated else "plain"
+        structure = {name: given.pop(name) for name in _STRUCTURE if name in given}
+        each: Sequence[Mapping[str, Any]] = given.pop("layers", ())
+        layers = tuple(LayerFacts(**{_SPELLINGS.get(name, name): v for name, v in own.items()}) for own in each)
+        if layers:
+            given = {"n_layers": len(layers), **common(layers), **given}
+        elif given.get("n_kv_heads") is None:
+            given["n_kv_heads"] = given.get("n_heads")
+        if structure:
+            own = {name: given[name] for name in _PER_LAYER if name in given}
+            layers = (LayerFacts(**structure, **own),) * given["n_layers"]
+        return cls(**given, layers=layers)
 
     def to_dict(self) -> dict[str, int]:
         """The sizes that are known, as plain numbers."""
@@ -79,6 +99,8 @@ class Facts:
         return {name: size for name, size in known.items() if size is not None}
 
 
+_SPELLINGS = {"n_key_value_heads": "n_kv_heads", "d_head": "head_dim"}
+_STRUCTURE = ("mixer", "channel", "parallel", "qk_norm")
 _PER_LAYER = ("n_heads", "n_kv_heads", "head_dim", "d_mlp", "n_experts", "experts_per_token")
 
 

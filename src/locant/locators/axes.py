@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cache, cached_property
 
 from locant.address import Address, format_address, parse_address
 from locant.errors import AddressError, LocantError, LocatorError
@@ -59,7 +59,7 @@ POSITIONS = frozenset({ModelAxis.POSITION, ModelAxis.DESTINATION_POSITION, Model
 _ACTIVATIONS = f"{', '.join(LOCATOR_NAMES)}, a point of locant.POINTS, or an address such as resid_post.5"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Place:
     """What an activation says: a point, and where it is written as an address also a layer and a stream."""
 
@@ -67,18 +67,18 @@ class Place:
     layer: int | None = None
     stream: int | None = None
 
-    @property
+    @cached_property
     def name(self) -> str:
         """How an index spells the activation."""
         return locator_name(self.point.name)
 
-    @property
+    @cached_property
     def given(self) -> dict[ModelAxis, int]:
         """The axes an address has named already."""
         said = {ModelAxis.LAYER: self.layer, ModelAxis.STREAM: self.stream}
         return {axis: value for axis, value in said.items() if value is not None}
 
-    @property
+    @cached_property
     def axes(self) -> tuple[ModelAxis, ...]:
         """Every axis a row may name here. A point with two stream axes has none that ``stream`` could mean."""
         once = [ModelAxis(axis) for axis in self.point.axes if self.point.axes.count(axis) == 1]
@@ -86,7 +86,7 @@ class Place:
         stream = [ModelAxis.STREAM] if self.point.takes_stream and ModelAxis.STREAM not in once else []
         return (*layer, *stream, *once)
 
-    @property
+    @cached_property
     def selecting(self) -> frozenset[ModelAxis]:
         """The axes that pick the tensor rather than a part of it, so that a row holds one value on each."""
         return frozenset({ModelAxis.LAYER, *({ModelAxis.STREAM} - {ModelAxis(a) for a in self.point.axes})})
@@ -103,7 +103,7 @@ class Place:
         return tuple(factor for factor in self.point.width if factor not in heads)
 
 
-@lru_cache(maxsize=1024)
+@cache
 def place_of(activation: str) -> Place:
     """The place an activation names, in the form that :func:`activation_of` gives it."""
     if activation in POINTS or activation in LOCATOR_NAMES:

@@ -43,6 +43,11 @@ class Bounds:
         lengths: the different token counts of the prompts; none where they are not known.
         shortest: tokens of the shortest prompt; ``None`` where that is not known.
 
+        sizes: how long an axis is in each layer (once, for an activation outside the blocks); ``None`` where it is
+            not.
+        filled: the same, where a layer without the axis has the longest one: the rows it gives there are refused
+            later. Raises a LocatorError where no layer has a size that is known.
+
     Raises:
         LocatorError: it is no model, or no number of positions.
     """
@@ -68,18 +73,10 @@ class Bounds:
         self.lengths = frozenset(cast("Sequence[int]", lengths))
         self.shortest = min(self.lengths, default=None)
         self.n_positions = self.shortest if len(self.lengths) == 1 else None
-        self._sizes = lru_cache(maxsize=None)(self._measured)
+        self.sizes = lru_cache(maxsize=None)(self._measured)
+        self.filled = lru_cache(maxsize=None)(self._filled)
 
-    def sizes(self, place: Place, axis: ModelAxis) -> tuple[int | None, ...]:
-        """How long an axis is in each layer (once, for an activation outside the blocks); ``None`` where it is not."""
-        return self._sizes(place, axis)
-
-    def filled(self, place: Place, axis: ModelAxis) -> tuple[int | None, ...]:
-        """The same, where a layer without the axis has the longest one: the rows it gives there are refused later.
-
-        Raises:
-            LocatorError: no layer has a size that is known.
-        """
+    def _filled(self, place: Place, axis: ModelAxis) -> tuple[int | None, ...]:
         sizes = self.sizes(place, axis)
         longest = max((size for size in sizes if size is not None), default=None)
         if longest is not None:
@@ -115,7 +112,12 @@ class Bounds:
         Raises:
             LocatorError: it has not.
         """
-        self._value(value, axis, self.filled(place, axis)[0], f"activation {place.name}")
+        self._value(
+            value,
+            axis,
+            self.filled(place, axis)[0],
+            f"activation {Address(place.point.name, place.layer, place.stream)}",
+        )
 
     def check_positions(self, axis: ModelAxis, column: Column, lengths: Iterable[int] | None = None) -> None:
         """Positions kept as they are written exist in every prompt, and no row names one token from both ends.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, TypeGuard, TypeVar, cast, dataclass_transform
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass as validated
 
 from locant.errors import LocatorError, did_you_mean
@@ -36,7 +36,7 @@ Cell = int | tuple[int, ...]
 @dataclass_transform(frozen_default=True)
 def config(cls: type[T]) -> type[T]:
     """A frozen pydantic dataclass whose every refusal is a :class:`LocatorError`."""
-    made: Any = validated(cls, frozen=True)
+    made: Any = validated(cls, frozen=True, config=ConfigDict(extra="forbid"))
     build = made.__init__
 
     @wraps(build)

@@ -130,5 +130,6 @@ def _series(make: type[Series], name: str, column: Column) -> Series:
         table = [list(cell) if isinstance(cell, tuple) else [cell] for cell in cells]
         kind = pl.List(pl.Int64)
     else:
-        table, kind = list(cells), pl.Int64
+        used = set(column.different())  # a table may have lists that no row holds
+        table, kind = [cell if cell in used else 0 for cell in cells], pl.Int64
     return make(name, table, kind).gather(codes)

@@ -28,7 +28,7 @@ def _read(cls: Callable[..., object], of: type, name: str) -> PlainValidator:
     """How a field takes one of the classes above, or what a config file writes for it."""
 
     def read(value: object) -> object:
-        if isinstance(value, cast("type", cls)):
+        if isinstance(value, cast("type", cls)) or (value is None and cls is Coordinates):
             return value
         if not isinstance(value, of) or isinstance(value, str):
             kind = "list" if of is Sequence else "mapping"
@@ -159,15 +159,18 @@ def _check_explicit(locator: ModelLocatorConfig, coordinates: Coordinates) -> No
         raise LocatorError("activation: set on the locator and on the coordinates", instead="set it in one place")
     if not own and locator.activation is None:
         raise LocatorError("activation: neither the locator nor its coordinates name one", instead="set one of them")
+    seen: set[tuple[object, ...]] = set()
     for i, row in enumerate(coordinates.rows, 1):
-        said = row.get(ModelAxis.ACTIVATION, locator.activation)
-        place = place_of(cast("str", said))
-        named = [axis for axis in row if axis is not ModelAxis.ACTIVATION]
-        _check_axes(place, named, f"coordinate {i}, {said}")
-        for axis in place.selecting.intersection(named):
-            if isinstance(row[axis], tuple):
+        said = cast("str", row.get(ModelAxis.ACTIVATION, locator.activation))
+        place = place_of(said)
+        if (said, *row) not in seen:
+            seen.add((said, *row))
+            _check_axes(place, [axis for axis in row if axis is not ModelAxis.ACTIVATION], f"coordinate {i}, {said}")
+        for axis in place.selecting:
+            cell = row.get(axis)
+            if isinstance(cell, tuple):
                 raise LocatorError(
-                    f"coordinate {i}, {axis}: {shown(plain(cast('tuple[int, ...]', row[axis])))}",
+                    f"coordinate {i}, {axis}: {shown(plain(cell))}",
                     f"every {axis} is a tensor of its own, so a row reads one",
                     "write a coordinate for each",
                 )

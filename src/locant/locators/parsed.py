@@ -309,26 +309,36 @@ def _unfiltered(axis: ModelAxis, where: str) -> LocatorError:
 
 def _listed(coordinates: Coordinates, activation: str | None, bounds: Bounds) -> tuple[dict[ModelAxis, Column], Column]:
     """The columns of explicit rows, in the order of the first one's keys."""
-    cells: dict[ModelAxis, list[int | tuple[int, ...] | str]] = {}
-    points: list[str] = []
-    for i, row in enumerate(coordinates.rows, 1):
-        said = cast("str", row.get(ModelAxis.ACTIVATION, activation))
-        place = place_of(said)
-        points.append(place.point.name)
-        where = f"coordinate {i}"
-        settled: dict[ModelAxis, int | tuple[int, ...] | str] = {}
-        for axis, value in place.given.items():
-            bounds.check_given(place, axis, value)
-            settled[axis] = value
-        named = {axis: cast("Cell", cell) for axis, cell in row.items() if axis is not ModelAxis.ACTIVATION}
-        layer = settled.get(ModelAxis.LAYER)
-        if ModelAxis.LAYER in named:
-            layer = bounds.cell(place, ModelAxis.LAYER, named[ModelAxis.LAYER], None, where)
-        for axis, cell in named.items():
-            settled[axis] = bounds.cell(place, axis, cell, cast("int | None", layer), where)
-        for axis, value in settled.items():
-            cells.setdefault(axis, []).append(value)
-        cells.setdefault(ModelAxis.ACTIVATION, []).append(place.name)
-    activations = cells.pop(ModelAxis.ACTIVATION)
-    columns = {axis: of_cells(values) for axis, values in cells.items()}
-    return columns | {ModelAxis.ACTIVATION: of_cells(activations)}, of_cells(points)
+    rows = coordinates.rows
+    said = of_cells([cast("str", row.get(ModelAxis.ACTIVATION, activation)) for row in rows])
+    codes, names = said.tabled()
+    places = [place_of(cast("str", name)) for name in names]
+    axes = [*places[int(codes[0])].given, *(axis for axis in rows[0] if axis is not ModelAxis.ACTIVATION)]
+    settled: dict[ModelAxis, Column] = {}
+    layers: Codes = np.zeros(len(rows), np.int64)
+    for axis in sorted(axes, key=lambda axis: axis is not ModelAxis.LAYER):  # whose sizes may depend on it
+        cells = [
+            row[axis] if axis in row else places[code].given[axis]
+            for row, code in zip(rows, codes.tolist(), strict=True)
+        ]
+        settled[axis] = _counted(of_cells(cells), axis, places, codes, layers, bounds)
+        layers = settled[axis].codes if axis is ModelAxis.LAYER else layers
+    columns = {axis: settled[axis] for axis in axes}
+    columns[ModelAxis.ACTIVATION] = Column(codes, [place.name for place in places])
+    return columns, Column(codes, [place.point.name for place in places])
+
+
+def _counted(
+    column: Column, axis: ModelAxis, places: Sequence[Place], said: Codes, layers: Codes, bounds: Bounds
+) -> Column:
+    """A column of explicit cells with every value counted from the start; each different one is settled once."""
+    codes, cells = column.tabled()
+    key = (codes * len(places) + said) * (bounds.facts.n_layers + 1) + layers
+    _, firsts, which = np.unique(key, return_index=True, return_inverse=True)
+    made: dict[int, int | tuple[int, ...]] = {}
+    for row in np.sort(firsts).tolist():
+        where = f"coordinate {row + 1}"
+        cell = cast("Cell", cells[int(codes[row])])
+        made[row] = bounds.cell(places[int(said[row])], axis, cell, int(layers[row]), where)
+    settled = of_cells([made[row] for row in firsts.tolist()])
+    return settled.take(which.reshape(-1))

@@ -1,0 +1,1 @@
+"""The module path under which the document that specifies locators imports :class:`locant.Index`."""
