@@ -292,6 +292,25 @@ def test_the_points_inside_the_sublayers_are_their_modules_own(name, layer):
     assert torch.equal(contribution, out)
 
 
+@pytest.mark.parametrize("length", [6, N_POS, 21])
+@pytest.mark.parametrize("name", ["mean", "kept", "gated"])
+def test_attention_behind_an_indexer_is_its_modules_own_at_every_length(name, length):
+    model, ids = loaded(name), families.token_ids(2, length, seed=3)
+    attention = mixer(blocks(model.hf)[LAYER])
+    seen: dict[str, Tensor] = {}
+    handles = [
+        attention.register_forward_hook(lambda _, __, out: seen.update(probs=out[1])),
+        attention.o_proj.register_forward_hook(lambda _, args, __: seen.update(z=args[0])),
+    ]
+    with torch.no_grad():
+        model.hf(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    cache = model.capture(ids, [f"attn_probs.{LAYER}", f"z.{LAYER}"])
+    assert torch.equal(cache[f"z.{LAYER}"], seen["z"])
+    assert torch.equal(cache[f"attn_probs.{LAYER}"], seen["probs"][..., :length])
+
+
 @ALL
 def test_the_streams_are_merged_before_the_final_norm(name):
     model, seen = loaded(name), forward(name)

@@ -83,7 +83,7 @@ def find_attention(scope: Scope, flow: Flow) -> Found:
         return found
     found.facts["mixer"] = "attention"
     _input(scope, mixer, found)
-    _heads(scope, mixer, core, found)
+    _heads(scope, core, found)
     _projections(scope, mixer, core, found)
     _output(scope, mixer, core, found)
     return found
@@ -158,14 +158,13 @@ def _descends(scope: Scope, value: Value, origin: Value, since: Event) -> bool:
     return any(v is origin for v in scope.trace.ancestors(value, since.index - 1))
 
 
-def _heads(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
+def _heads(scope: Scope, core: Core, found: Found) -> None:
     """What the attention computation itself reads and makes, and the numbers of heads."""
     n_heads, n_kv = core.query.shape[-3], heads_before_repeat(core.value)
     found.facts |= {"n_heads": n_heads, "n_kv_heads": n_kv, "head_dim": core.value.shape[-1]}
-    nth = scope.trace.nth
 
     def argument(op: Event, slot: Any, view: View) -> OpSite:
-        return OpSite(mixer.name, op.name, nth(op, mixer), slot, mixer.call, view)
+        return replace(op_site(scope, op, view), slot=slot)
 
     matrix = View("matrix", n_heads=n_heads)
     if core.fused:
