@@ -240,7 +240,7 @@ _ROWS = (
     _block("attn_stream_write", _STREAM_VECTOR, "streams", ("mid_sum",),
            "The weight with which attention's output is written to each residual stream.",
            read_only=_COEFFICIENT),
-    _block("attn_stream_mix", _STREAM_MATRIX, "streams", ("mid_sum",),
+    _block("attn_stream_mix", _STREAM_MATRIX, "streams", ("mid_sum", "block_sum"),
            "The doubly-stochastic matrix that remixes the residual streams after attention's write.",
            read_only=_COEFFICIENT),
     _block("resid_mid", _MODEL, "sequential_block", ("mid_sum", "mlp_input", "stream_read"),

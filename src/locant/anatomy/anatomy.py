@@ -35,11 +35,13 @@ class Move:
         name: the point (or the entry of ``Part.beside``) that is added or mixed with, the norm's path, or the name of
             the weight it is multiplied by.
         factor: the number it is multiplied by.
+        since: the first of the streams it is added to.
     """
 
     kind: Literal["add", "norm", "scale", "weight", "mix", "write"]
     name: str = ""
     factor: float = 1.0
+    since: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,9 @@ class Part:
             and MLP read a stack of streams (``attn_read``, ``mlp_read``).
         to_mid: what makes ``resid_mid`` of ``resid_pre``; ``None`` where that could not be followed.
         to_post: what makes ``resid_post`` of ``resid_mid``, or of ``resid_pre`` where there is no ``resid_mid``.
+        lane: the stream that attention and MLP read and write as if it were the only one, once the streams are mixed;
+            then ``to_mid`` and ``to_post`` say what makes ``resid_mid``, and the vector after it, of that stream.
+        beyond: what else is added to the streams of such a block.
     """
 
     path: str
@@ -69,10 +74,12 @@ class Part:
     beside: Mapping[str, Site] = field(default_factory=dict)
     to_mid: tuple[Move, ...] | None = None
     to_post: tuple[Move, ...] | None = None
+    lane: int | None = None
+    beyond: tuple[Move, ...] = ()
 
     def aside(self, name: str) -> Address:
         """What a tensor of `beside` is kept under: no address that anyone can ask for."""
-        return Address.of_module(f"{self.path}.{self.call}.{name}")
+        return Address.of_module(f"{self.path or 'trunk'}.{self.call}.{name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class Anatomy:
 
     def extras(self) -> Iterator[tuple[Address, Site]]:
         """What the proof reads besides the points: other summands of the residual, and the embeddings' modules."""
-        for part in self.blocks:
+        for part in (self.trunk, *self.blocks):
             for name, site in part.beside.items():
                 yield part.aside(name), site
         for path in self.entry.summands:

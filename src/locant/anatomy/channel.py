@@ -98,9 +98,11 @@ def _writers(flow: Flow, heavy: Sequence[Event], mixer: Event | None) -> list[Ev
     """The modules behind the first addition after attention's own, or behind that one in a parallel block."""
     own = flow.addition_of(mixer) if mixer is not None else None
     at = flow.additions.index(own) if own is not None else -1
-    for step in [*flow.additions[at + 1 :], *flow.additions[: at + 1]]:
-        if group := [e for e in heavy if flow.addition_of(e) is step]:
-            return group
+    later = [e for e in heavy if mixer is None or e.index > mixer.index]  # what runs before attention may be added late
+    for candidates in (later, heavy):
+        for step in [*flow.additions[at + 1 :], *flow.additions[: at + 1]]:
+            if group := [e for e in candidates if flow.addition_of(e) is step]:
+                return group
     return []
 
 

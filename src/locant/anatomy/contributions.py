@@ -97,7 +97,7 @@ def _unfollowed(scope: Scope, raw: Event, short: str, found: Contributions) -> S
 
 
 def _follow(flow: Flow, shares: Sequence[_Share], middle: Value | None, found: Contributions) -> None:
-    entering, leaving = flow.scope.residual[1], flow.scope.run.output()
+    entering, leaving = flow.scope.residual[1], flow.scope.leaving
     if leaving is None:
         return
     if middle is not None:

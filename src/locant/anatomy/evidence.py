@@ -137,14 +137,15 @@ class Evidence:
         points = [m.name for m in moves if m.kind == "add" and m.name not in self.part.beside]
         first = next((i for i, m in enumerate(moves) if m.kind == "add"), len(moves))
         last = next((i for i in range(len(moves), first, -1) if moves[i - 1].kind == "add"), first)
-        carried = self._moved(self.get(start), moves[:first])
+        carried = self.moved(self.get(start), moves[:first])
         if any(m.kind != "add" for m in moves[first:last]) or moves[last:]:
-            return self.equal(self.get(total), self._moved(carried, moves[first:]), total, start, *points)
+            return self.equal(self.get(total), self.moved(carried, moves[first:]), total, start, *points)
         return self.summed(
             self.get(total), [carried, *(self.get(m.name) for m in moves[first:])], total, start, *points
         )
 
-    def _moved(self, value: Tensor, moves: Sequence[Move]) -> Tensor:
+    def moved(self, value: Tensor, moves: Sequence[Move]) -> Tensor:
+        """What `moves` make of a residual."""
         for move in moves:
             if move.kind == "add":
                 value = value + self.get(move.name)

@@ -31,7 +31,7 @@ class Step:
         value: the residual after it.
         side: what an addition adds, or the matrix that mixes the streams.
         event: the norm the residual passes through, or the operation.
-        factor: the number it is multiplied by.
+        factor: the number it is multiplied by; of a mix, how much of itself each stream keeps besides.
         weight: the parameter or buffer it is multiplied by, by name.
     """
 
@@ -48,7 +48,7 @@ class Flow:
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
-        out = scope.run.output()
+        out = scope.leaving
         self.steps = _path(scope, out, {}) if out is not None else None
         self._on_path = {id(scope.residual[1])} | {id(step.value) for step in self.steps or ()}
         self._sources: dict[int, set[int]] = {}
@@ -212,6 +212,10 @@ def _longer_path(scope: Scope, value: Value, known: dict[int, list[Step] | None]
     if made.name in _UNCHANGED:
         return _path(scope, operands[0], known) if operands else None
     if made.name in ADDITIONS and len(operands) == 2:
+        ways = [_path(scope, operand, known) for operand in operands]
+        for way, other in (ways, ways[::-1]):
+            if way and other == [] and way[-1].kind == "mix" and len(way) == 1:
+                return [Step("mix", value, made, way[-1].side, factor=1.0)]
         return _best(
             [*way, Step("add", value, made, side)]
             for taken, side in (operands, operands[::-1])
@@ -221,7 +225,7 @@ def _longer_path(scope: Scope, value: Value, known: dict[int, list[Step] | None]
         square = (scope.stack.streams,) * 2
         for taken, matrix in (operands, operands[::-1]) if len(operands) == 2 else ():
             if matrix.shape[-2:] == square and (way := _path(scope, taken, known)) is not None:
-                return [*way, Step("mix", value, made, matrix)]
+                return [*way, Step("mix", value, made, matrix, factor=0.0)]
         return None
     if made.name in PRODUCTS | QUOTIENTS and len(operands) == 1 and operands[0].shape == value.shape:
         way = _path(scope, operands[0], known)

@@ -73,6 +73,7 @@ class View:
         scale: the family's residual multiplier.
         sinks: columns of a matrix behind the keys, which no token stands for.
         streams: residual streams in the tensor; read as ``[batch, pos, stream, d]`` where there are several.
+        diagonal: what is added to the diagonal of a matrix ``[batch, pos, stream, stream]``.
         stream: the one of them that is read, ``[batch, pos, d]``; ``None`` for all.
     """
 
@@ -83,6 +84,7 @@ class View:
     sinks: int = 0
     streams: int = 1
     stream: int | None = None
+    diagonal: float = 0.0
 
     def read(self, tensor: Tensor, batch: int) -> Tensor:
         """The point's ``[batch, pos, width]`` (``[batch, head, query, key]`` for a matrix) in `tensor`."""
@@ -90,6 +92,8 @@ class View:
             return tensor
         if self.streams > 1:
             return self._read_streams(tensor)
+        if self.diagonal:
+            tensor = tensor + self.diagonal * torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)
         if self.layout == "shared":
             return tensor.expand(batch, *tensor.shape)
         if self.layout in ("heads_first", "keys", "matrix") and tensor.dim() == 3:
@@ -112,6 +116,8 @@ class View:
         """The tensor that belongs at the site for the point to be `value`: what :meth:`read` undoes."""
         if self.streams > 1:
             return self._write_streams(site, value)
+        if self.diagonal:
+            value = value - self.diagonal * torch.eye(value.shape[-1], dtype=value.dtype, device=value.device)
         if self.scale != 1.0:
             value = value / self.scale
         if self.sinks:

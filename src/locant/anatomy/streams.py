@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from locant.anatomy.anatomy import Move
 from locant.anatomy.attention import Found
 from locant.anatomy.channel import ChannelFound
 from locant.anatomy.contributions import Contributions
 from locant.anatomy.residual import Flow, Step, scaled, unchanged_from, write_of
 from locant.anatomy.sites import ModuleSite, Site, View
-from locant.anatomy.structure import PRODUCTS, Scope, hidden_input, is_heavy, op_site
+from locant.anatomy.structure import PRODUCTS, Scope, hidden_input, is_heavy, is_linear, op_site
 from locant.anatomy.trace import Event, Trace, Value, same
 from locant.errors import ModelError
 
@@ -65,13 +67,6 @@ class Streams:
 def find_streams(scope: Scope, flow: Flow, attention: Found, channel: ChannelFound) -> Streams:
     """What attention and MLP read from the streams and write to them; moves `resid_mid` to the stack between them."""
     found = Streams()
-    out = scope.run.output()
-    assert scope.stack is not None, "asked for where the residual is a stack"
-    assert out is not None, "a block run is chosen by having one"
-    slot = next(s for s, v in scope.run.outputs if v is out)
-    found.sites["resid_streams"] = ModuleSite(
-        scope.run.name, "output", slot, scope.run.call, scope.stack, out.overwritten
-    )
     channel.sites.pop("resid_mid", None)
     channel.middle = None
     for short, sublayer in (("attn", attention), ("mlp", channel)):
@@ -107,7 +102,7 @@ def _written(scope: Scope, short: str, step: Step | None, found: Streams) -> Non
     if write is None:
         found.absent[f"{short}_stream_write"] = "no weights per stream write this sublayer's output to the streams"
         return
-    site = _coefficients(scope, [write[1]])
+    site = coefficients(scope, [write[1]])
     if site is not None:
         found.sites[f"{short}_stream_write"] = site
 
@@ -126,7 +121,7 @@ def name_moves(scope: Scope, flow: Flow, added: Contributions, found: Streams) -
             continue
         if here:
             side = mixes.pop(0).side
-            site = _coefficients(scope, unchanged_from(side)) if side is not None else None
+            site = coefficients(scope, unchanged_from(side)) if side is not None else None
             if site is not None:
                 found.sites[point] = site
         setattr(added, attribute, tuple(_named(m, point, found) for m in moves))
@@ -139,13 +134,13 @@ def _named(move: Move, mix: str, found: Streams) -> Move:
     return replace(move, kind="write") if move.kind == "add" and weights in found.sites else move
 
 
-def _coefficients(scope: Scope, values: Sequence[Value]) -> Site | None:
+def coefficients(scope: Scope, values: Sequence[Value], view: View | None = None) -> Site | None:
     """Where coefficients are read: as a module returns them, else where they are computed."""
     held = [site for v in values if v.tensor.dim() > 2 and (site := scope.holder(v)) is not None]
-    if held:
+    if held and view is None:
         return held[0]
     made = values[-1].producer
-    return op_site(scope, made, View(), values[-1].overwritten) if made is not None else None
+    return op_site(scope, made, view or View(), values[-1].overwritten) if made is not None else None
 
 
 def _read(scope: Scope, short: str, sublayer: Found, found: Streams) -> None:
@@ -204,6 +199,22 @@ def _comes_from_streams(scope: Scope, value: Value) -> bool:
     end = chain[-1] if taken is None else unchanged_from(taken[1])[-1]
     readers = [taken[1] for e in scope.calls if (taken := hidden_input(e)) is not None and scope.is_stack(taken[1])]
     return any(same(end, v) or v is end for r in [scope.residual[1], *readers] for v in unchanged_from(r))
+
+
+def stream_outlets(scope: Scope, after: Sequence[Event]) -> dict[str, str]:
+    """The linear maps that each read one of the last block's streams before they are merged: ``stream_out.K``."""
+    out = scope.run.output()
+    assert scope.stack is not None, "asked for where the residual is a stack"
+    assert out is not None, "a block run is chosen by having one"
+    stack, found = scope.stack.read(out.data, 1), dict[str, str]()
+    for event in after:
+        taken = _taken(event)
+        if taken is None or not is_linear(event) or taken.shape != stack[..., 0, :].shape:
+            continue
+        for k in range(scope.stack.streams):
+            if torch.equal(stack[..., k, :], taken.data):
+                found[f"stream_out.{k}"] = event.name
+    return found
 
 
 def _taken(event: Event) -> Value | None:

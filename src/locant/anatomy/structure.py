@@ -29,21 +29,33 @@ class Scope:
 
     Attributes:
         stack: how the residual is laid out where it is a stack of several streams.
+        lane: the vectors between which the sublayers read and write, where these are not the block's own input and
+            output.
     """
 
-    def __init__(self, trace: Trace, run: Event, stack: View | None = None) -> None:
+    def __init__(
+        self, trace: Trace, run: Event, stack: View | None = None, lane: tuple[Value, Value] | None = None
+    ) -> None:
         self.trace = trace
         self.run = run
         self.stack = stack
+        self.lane = lane
         self.events = trace.within(run)
         self._norms: dict[int, bool] = {}
 
     @cached_property
     def residual(self) -> tuple[Slot, Value]:
         """The residual entering the block, and the argument it comes in."""
+        if self.lane is not None:
+            return None, self.lane[0]
         found = hidden_input(self.run)
         assert found is not None, "a block run is chosen by having one"
         return found
+
+    @property
+    def leaving(self) -> Value | None:
+        """The residual leaving the block."""
+        return self.run.output() if self.lane is None else self.lane[1]
 
     @cached_property
     def children(self) -> list[Event]:

@@ -14,10 +14,20 @@ from locant.anatomy.attention import find_attention
 from locant.anatomy.channel import find_channel_mixer
 from locant.anatomy.contributions import find_contributions
 from locant.anatomy.facts import Facts, LayerFacts, common
+from locant.anatomy.lane import find_lane, find_lane_streams
 from locant.anatomy.residual import Flow
 from locant.anatomy.sites import ModuleSite, Site, View
-from locant.anatomy.streams import Streams, find_streams, name_moves, stack_view
-from locant.anatomy.structure import CALL_ERRORS, PRODUCTS, QUOTIENTS, Scope, hidden_input, is_linear, output_site
+from locant.anatomy.streams import Streams, find_streams, name_moves, stack_view, stream_outlets
+from locant.anatomy.structure import (
+    CALL_ERRORS,
+    PRODUCTS,
+    QUOTIENTS,
+    Scope,
+    hidden_input,
+    input_site,
+    is_linear,
+    output_site,
+)
 from locant.anatomy.trace import Event, Trace, Value, same
 from locant.errors import ModelError
 from locant.points import POINTS
@@ -135,11 +145,20 @@ def _block(trace: Trace, run: Event, stack: View | None) -> tuple[Part, LayerFac
         "resid_post": ModuleSite(run.name, "output", out[0], run.call, view, out[1].overwritten),
     }
     flow = Flow(scope)
-    attention = find_attention(scope, flow)
-    channel = find_channel_mixer(scope, flow, attention)
-    streams = find_streams(scope, flow, attention, channel) if stack is not None else Streams()
-    added = find_contributions(scope, flow, attention, channel)
+    lane = find_lane(scope, flow) if stack is not None else None
+    inner, way = (lane.scope, lane.flow) if lane is not None else (scope, flow)
+    attention = find_attention(inner, way)
+    channel = find_channel_mixer(inner, way, attention)
+    streams = Streams()
+    if lane is not None:
+        norm = attention.modules.get("attn_norm")
+        streams = find_lane_streams(scope, lane, next((e for e in scope.norms if e.name == norm), None))
+    elif stack is not None:
+        streams = find_streams(scope, flow, attention, channel)
+    added = find_contributions(inner, way, attention, channel)
     if stack is not None:
+        sites["resid_streams"] = sites["resid_post"]
+    if stack is not None and lane is None:
         name_moves(scope, flow, added, streams)
     sites |= attention.sites | channel.sites | added.sites | streams.sites
     part = Part(
@@ -153,6 +172,8 @@ def _block(trace: Trace, run: Event, stack: View | None) -> tuple[Part, LayerFac
         attention.beside | added.beside | streams.beside,
         added.to_mid,
         added.to_post,
+        None if lane is None else lane.index,
+        () if lane is None else lane.beyond,
     )
     return part, LayerFacts(parallel=channel.parallel, **attention.facts, **channel.facts)
 
@@ -166,6 +187,7 @@ def _trunk(
 ) -> tuple[Part, Entry, dict[str, Any]]:
     sites: dict[str, Site] = {}
     modules: dict[str, str] = {}
+    beside: dict[str, Site] = {}
     absent: dict[str, str] = {}
     before = trace.calls(trace.events[: runs[0].index])
     after = trace.calls(trace.events[runs[-1].end :])
@@ -182,11 +204,16 @@ def _trunk(
     if stack is not None and (merge := next((e for e in after if _merges(scope, e, last)), None)) is not None:
         modules["stream_head"] = merge.name
         last = merge.output()
+    elif stack is not None:
+        modules |= stream_outlets(scope, after)
+        last = next((taken[1] for e in reversed(after) if scope.is_norm(e) and (taken := hidden_input(e))), last)
     norm = next((e for e in after if scope.is_norm(e) and (read := hidden_input(e)) and same(read[1], last)), None)
     if norm is None:
         absent["final_norm"] = "no norm reads the last block's output, or what is merged of its streams"
     else:
         sites["final_norm"] = output_site(norm)
+        if stack is not None and "stream_head" not in modules:
+            beside["merged"] = input_site(norm)
         modules["final_norm"] = norm.name
 
     head = next((e for e in reversed(after) if is_linear(e)), None)
@@ -204,7 +231,7 @@ def _trunk(
         whole = trace.events[0]
         slot = next((s for s, v in whole.outputs if v.shape[-1] == sizes["vocab_size"]), "logits")
         sites["logits"] = ModuleSite("", "output", slot)
-    return Part("", 0, _in_forward_order(sites), absent, modules, constants), entry, sizes
+    return Part("", 0, _in_forward_order(sites), absent, modules, constants, beside=beside), entry, sizes
 
 
 def _unembedding_scale(given: Value | None, head: Event | None) -> dict[str, float]:

@@ -18,7 +18,7 @@ from locant.errors import (
     PointUnavailable,
     did_you_mean,
 )
-from locant.points import INSTEAD, POINTS, REQUIREMENTS, Point
+from locant.points import INSTEAD, POINTS, REQUIREMENTS
 
 Addresses = AddressLike | Iterable[AddressLike]
 
@@ -125,11 +125,8 @@ class Catalogue:
         """One row per point and layer, in forward order."""
         layers = range(self.anatomy.facts.n_layers)
         everywhere = [(p, layer) for p in POINTS.values() for layer in ([None] if p.scope == "trunk" else layers)]
-        return [
-            self._status(Address(point.name, layer, stream))
-            for point, layer in everywhere
-            for stream in self._streams_of(point)
-        ]
+        addresses = [Address(point.name, layer) for point, layer in everywhere]
+        return [self._status(replace(a, stream=stream)) for a in addresses for stream in self._streams_of(a)]
 
     def _status(self, address: Address) -> PointStatus:
         point = POINTS[address.name]
@@ -143,23 +140,25 @@ class Catalogue:
         served = verdict.state == "proven"
         return PointStatus(address, served, width, str(site), verdict.state, verdict.error, verdict.reason)
 
-    def _streams_of(self, point: Point) -> Sequence[int | None]:
+    def _streams_of(self, address: Address) -> Sequence[int | None]:
         """The streams that have an address of their own: each of several, of a point that is one vector."""
-        n = self.anatomy.facts.n_streams
-        return range(n) if n > 1 and point.takes_stream and "stream" not in point.axes else [None]
+        site = self.anatomy.site(replace(address, stream=None))
+        n = 1 if site is None else site.view.streams
+        return range(n) if n > 1 and "stream" not in POINTS[address.name].axes else [None]
 
     def _check_stream(self, address: Address) -> None:
         n, name = self.anatomy.facts.n_streams, format_address(address)
-        if address.stream is None and self._streams_of(POINTS[address.name]) != [None]:
+        if address.stream is None and self._streams_of(address) != [None]:
             raise PointUnavailable(
                 f"{name}: the residual of this model is {n} streams",
                 has=f"one of them is {name}.stream-0 to {name}.stream-{n - 1}",
                 instead=f"name the stream, or read all of them after the block: resid_streams.{address.layer}",
             )
-        if address.stream is not None and n == 1:
+        site = self.anatomy.site(replace(address, stream=None))
+        if address.stream is not None and (n == 1 or (site is not None and site.view.streams == 1)):
             raise PointUnavailable(
                 f"{name}: a stream coordinate",
-                has="this model has one residual stream",
+                has="this model has one residual stream" if n == 1 else f"{address.name} of this block is one vector",
                 instead="leave the stream out",
             )
         if address.stream is not None and address.stream >= n:

@@ -20,7 +20,7 @@ def _mlp_input(e: Evidence) -> list[Equation]:
     if not e.has("mlp_in"):
         return []
     name = "resid_mid" if e.has("resid_mid") else "resid_pre"
-    if e.facts.n_streams > 1:
+    if e.facts.n_streams > 1 and e.part.lane is None:
         name = "mlp_stream_collapse"
         if not e.has(name):
             return []

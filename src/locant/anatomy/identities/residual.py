@@ -10,7 +10,7 @@ import torch
 from locant.address import Address
 from locant.anatomy.anatomy import Move
 from locant.anatomy.evidence import Equation, Evidence
-from locant.anatomy.identities.streams import merged, read_of_streams, stream_sum
+from locant.anatomy.identities.streams import lane_sum, merged, read_of_streams, stream_sum
 from locant.anatomy.identities.table import identity
 from locant.points import POINTS
 
@@ -26,7 +26,7 @@ def _embedding(e: Evidence) -> list[Equation]:
 def _final_norm(e: Evidence) -> list[Equation]:
     trunk, block = e.at(None), e.at(e.last)
     name = "final_norm" if trunk.has("final_norm") else "lm_head"
-    streams = trunk.plays("stream_head")
+    streams = trunk.plays("stream_head") or trunk.has("merged")
     if not trunk.has(name) or not block.has("resid_post") or not (streams or name == "final_norm"):
         return []
     last = block.get("resid_post")
@@ -75,7 +75,9 @@ def _first_residual(e: Evidence) -> list[Equation]:
     entry, first = e.anatomy.entry, e.get("resid_pre")
     terms = [t for path in entry.summands if (t := e.output(path)) is not None]
     if not terms or len(terms) < len(entry.summands):
-        return _mid_sum(e) or _block_sum(e)  # it is what the block adds to, whatever it is made of
+        return (_mid_sum(e) if e.part.lane is None else []) or _block_sum(
+            e
+        )  # it is what the block adds to, whatever it is made of
     if e.disturbed:
         return []
     if e.facts.n_streams > 1:
@@ -91,7 +93,8 @@ def _first_residual(e: Evidence) -> list[Equation]:
 def _mid_sum(e: Evidence) -> list[Equation]:
     if not e.has("resid_mid", "attn_out_post"):
         return []
-    return _residual(e, "resid_mid", "resid_pre", _ADDED[:1] if e.part.to_mid is None else e.part.to_mid)
+    start = "resid_pre" if e.part.lane is None else "attn_stream_collapse"
+    return _residual(e, "resid_mid", start, _ADDED[:1] if e.part.to_mid is None else e.part.to_mid)
 
 
 @identity(
@@ -124,6 +127,9 @@ _ADDED = (Move("add", "attn_out_post"), Move("add", "mlp_out_post"))
 
 def _residual(e: Evidence, total: str, start: str, moves: Sequence[Move]) -> list[Equation]:
     """`total` is what `moves` make of `start`."""
+    if e.part.lane is not None and total == "resid_post":
+        equations = lane_sum(e, moves)
+        return [*_for_raw(e, equations[0]), *equations[1:], *_streams_kept(e, total, equations[0])]
     if not any(m.kind in ("mix", "write") for m in moves):
         return _for_raw(e, e.follows(total, start, moves))
     equations = stream_sum(e, total, start, moves)

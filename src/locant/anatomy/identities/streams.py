@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,10 +10,17 @@ from torch import Tensor
 
 from locant.anatomy.anatomy import Move
 from locant.anatomy.evidence import TOLERANCE, Equation, Evidence
+from locant.anatomy.sites import wide
 
 
 def read_of_streams(e: Evidence) -> list[Equation]:
     """What each sublayer reads is the sum of the streams, or of their norm, each with its weight."""
+    if e.part.lane is not None:
+        names = ("attn_stream_collapse", "resid_pre", "attn_stream_mix")
+        if not e.has(*names):
+            return []
+        mixed = _mixed(e, e.get("attn_stream_mix"))[..., e.part.lane, :]
+        return [e.equal(e.get(names[0]), mixed, *names[:2])]
     found = []
     for short, start, moves in (("attn", "resid_pre", e.part.to_mid), ("mlp", "resid_mid", e.part.to_post)):
         point, weights = f"{short}_stream_collapse", f"{short}_read"
@@ -43,7 +50,45 @@ def _as_held(e: Evidence, name: str, stack: Tensor) -> Tensor:
 
 def merged(e: Evidence, stack: Tensor) -> Tensor:
     """What the trunk makes of the last block's streams before its final norm, or in place of it."""
-    return e.call("stream_head", _as_held(e.at(e.last), "resid_post", stack))
+    if e.plays("stream_head"):
+        return e.call("stream_head", _as_held(e.at(e.last), "resid_post", stack))
+    return _within(stack, e)
+
+
+def _within(stack: Tensor, e: Evidence) -> Tensor:
+    """The sum of the streams, each through its own map where it has one, that comes closest to what was merged.
+
+    Its weights, one for each stream of a token, are solved for: many fewer than the numbers they have to make.
+    """
+    maps = [f"stream_out.{k}" for k in range(stack.shape[-2])]
+    columns = [e.call(m, stack[..., k, :]) if e.plays(m) else stack[..., k, :] for k, m in enumerate(maps)]
+    basis, given = wide(torch.stack(columns, -1)).cpu(), wide(e.get("merged"))[..., None].cpu()
+    return (basis @ torch.linalg.lstsq(basis, given).solution).squeeze(-1).to(stack)
+
+
+def lane_sum(e: Evidence, moves: Sequence[Move]) -> list[Equation]:
+    """Every stream of the mixed stack plus its weight times what attention and MLP added to the stream they read."""
+    coefficients = {name: e.get(name) for name in ("attn_stream_mix", "mlp_stream_write")}
+    start = e.get("attn_stream_collapse")
+    change = e.moved(e.get("resid_mid"), moves) - start
+    whole = e.get("resid_post").clone()
+    for move in e.part.beyond:
+        whole[..., move.since :, :] -= e.get(move.name)[..., None, :]
+    added = [m.name for m in moves if m.kind == "add" and m.name not in e.part.beside]
+    names = ["resid_post", "resid_pre", "resid_mid", "attn_stream_collapse", *added]
+
+    def measured(used: Mapping[str, Tensor]) -> Equation:
+        written = used["mlp_stream_write"][..., None] * change[..., None, :]
+        return e.summed(whole, [_mixed(e, used["attn_stream_mix"]), written], *names)
+
+    def alike(used: Mapping[str, Tensor]) -> bool:
+        return measured(used).error <= TOLERANCE[e.dtype]
+
+    return _told_apart(e, measured(coefficients), coefficients, alike)
+
+
+def _mixed(e: Evidence, mix: Tensor) -> Tensor:
+    return torch.matmul(mix.transpose(-1, -2), e.get("resid_pre"))
 
 
 def stream_sum(e: Evidence, total: str, start: str, moves: Sequence[Move]) -> list[Equation]:
@@ -60,15 +105,27 @@ def stream_sum(e: Evidence, total: str, start: str, moves: Sequence[Move]) -> li
     names = (total, start, *written)
     equation = e.summed(whole, _terms(e, start, moves, coefficients), *names)
     exact = _exact(whole, e, start, moves, coefficients)
+
+    def alike(used: Mapping[str, Tensor]) -> bool:
+        if exact:
+            return _exact(whole, e, start, moves, used)
+        return e.summed(whole, _terms(e, start, moves, used), *names).error <= TOLERANCE[e.dtype]
+
+    return _told_apart(e, equation, coefficients, alike)
+
+
+def _told_apart(
+    e: Evidence,
+    equation: Equation,
+    coefficients: Mapping[str, Tensor],
+    alike: Callable[[Mapping[str, Tensor]], bool],
+) -> list[Equation]:
+    """The equation, and one for each coefficient: vacuous where the same taken the wrong way round holds as well."""
     found = [equation]
     for name, own in coefficients.items():
-        swapped = coefficients | {name: own.roll(1, -1) if name in weights else own.transpose(-1, -2)}
-        if exact:
-            alike = _exact(whole, e, start, moves, swapped)
-        else:
-            alike = e.summed(whole, _terms(e, start, moves, swapped), *names).error <= TOLERANCE[e.dtype]
-        members = frozenset([*equation.members, e.address(name)])
-        found.append(replace(equation, members=members, vacuous=equation.vacuous or alike))
+        wrong = own.roll(1, -1) if name.endswith("_write") else own.transpose(-1, -2)
+        vacuous = equation.vacuous or alike({**coefficients, name: wrong})
+        found.append(replace(equation, members=equation.members | {e.address(name)}, vacuous=vacuous))
     return found
 
 
