@@ -92,7 +92,7 @@ def _beyond(scope: Scope, flow: Flow, beside: dict[str, Site]) -> tuple[Move, ..
         part, side = (v for _, v in event.inputs)
         if part.tensor.untyped_storage().data_ptr() != memory:
             continue
-        since = (part.tensor.storage_offset() - out.tensor.storage_offset()) // out.tensor.stride(0)
+        since = int(part.tensor.storage_offset() - out.tensor.storage_offset()) // out.tensor.stride(0)
         site = flow.site(side)
         if site is not None and part.shape[0] == scope.stack.streams - since:
             name = f"beyond.{len(moves)}"
