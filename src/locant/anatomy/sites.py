@@ -73,7 +73,7 @@ class View:
         scale: the family's residual multiplier.
         sinks: columns of a matrix behind the keys, which no token stands for.
         streams: residual streams in the tensor; read as ``[batch, pos, stream, d]`` where there are several.
-        diagonal: what is added to the diagonal of a matrix ``[batch, pos, stream, stream]``.
+        diagonal: what is added to the diagonal of a matrix ``[batch, pos, stream, stream]``, in float32 or wider.
         stream: the one of them that is read, ``[batch, pos, d]``; ``None`` for all.
     """
 
@@ -93,7 +93,7 @@ class View:
         if self.streams > 1:
             return self._read_streams(tensor)
         if self.diagonal:
-            tensor = tensor + self.diagonal * torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)
+            tensor = wide(tensor) + self.diagonal * torch.eye(tensor.shape[-1], device=tensor.device)
         if self.layout == "shared":
             return tensor.expand(batch, *tensor.shape)
         if self.layout in ("heads_first", "keys", "matrix") and tensor.dim() == 3:
@@ -117,7 +117,7 @@ class View:
         if self.streams > 1:
             return self._write_streams(site, value)
         if self.diagonal:
-            value = value - self.diagonal * torch.eye(value.shape[-1], dtype=value.dtype, device=value.device)
+            value = (value - self.diagonal * torch.eye(value.shape[-1], device=value.device)).to(site.dtype)
         if self.scale != 1.0:
             value = value / self.scale
         if self.sinks:

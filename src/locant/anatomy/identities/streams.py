@@ -77,18 +77,24 @@ def lane_sum(e: Evidence, moves: Sequence[Move]) -> list[Equation]:
     added = [m.name for m in moves if m.kind == "add" and m.name not in e.part.beside]
     names = ["resid_post", "resid_pre", "resid_mid", "attn_stream_collapse", *added]
 
-    def measured(used: Mapping[str, Tensor]) -> Equation:
-        written = used["mlp_stream_write"][..., None] * change[..., None, :]
-        return e.summed(whole, [_mixed(e, used["attn_stream_mix"]), written], *names)
+    def terms(used: Mapping[str, Tensor]) -> list[Tensor]:
+        return [_mixed(e, used["attn_stream_mix"]), used["mlp_stream_write"][..., None] * change[..., None, :]]
 
-    def alike(used: Mapping[str, Tensor]) -> bool:
-        return measured(used).error <= TOLERANCE[e.dtype]
+    def rest(used: Mapping[str, Tensor]) -> float:
+        return float((wide(whole) - torch.stack([wide(t) for t in terms(used)]).sum(0)).pow(2).mean())
 
-    return _told_apart(e, measured(coefficients), coefficients, alike)
+    noise = rest(coefficients)
+    return _told_apart(
+        e,
+        e.summed(whole, terms(coefficients), *names),
+        coefficients,
+        lambda used: rest(used) <= 4 * noise,  # in a narrow dtype all tokens together tell what no row of one does
+    )
 
 
 def _mixed(e: Evidence, mix: Tensor) -> Tensor:
-    return torch.matmul(mix.transpose(-1, -2), e.get("resid_pre"))
+    stack = e.get("resid_pre")
+    return torch.matmul(mix.transpose(-1, -2), stack.to(mix.dtype)).to(stack.dtype)
 
 
 def stream_sum(e: Evidence, total: str, start: str, moves: Sequence[Move]) -> list[Equation]:
