@@ -10,6 +10,7 @@ from torch import Tensor
 
 from locant.address import Address
 from locant.anatomy.facts import Facts
+from locant.anatomy.formula import Formula, Named
 from locant.anatomy.sites import Channels, ModuleSite, Site
 
 
@@ -58,6 +59,7 @@ class Part:
             (``added.0``), what multiplies ``z`` where that is no gate (``z_factor``), and with what weights attention
             and MLP read a stack of streams (``attn_read``, ``mlp_read``).
         to_mid: what makes ``resid_mid`` of ``resid_pre``; ``None`` where that could not be followed.
+        activation: how ``mlp_act`` (before any norm of it) follows from ``mlp_pre`` and ``mlp_pre_linear``.
         to_post: what makes ``resid_post`` of ``resid_mid``, or of ``resid_pre`` where there is no ``resid_mid``.
         lane: the stream that attention and MLP read and write as if it were the only one, once the streams are mixed;
             then ``to_mid`` and ``to_post`` say what makes ``resid_mid``, and the vector after it, of that stream.
@@ -76,6 +78,7 @@ class Part:
     to_post: tuple[Move, ...] | None = None
     lane: int | None = None
     beyond: tuple[Move, ...] = ()
+    activation: Formula | Named | None = None
 
     def aside(self, name: str) -> Address:
         """What a tensor of `beside` is kept under: no address that anyone can ask for."""

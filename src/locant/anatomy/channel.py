@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from locant.anatomy.attention import Found
+from locant.anatomy.formula import Formula, Named, formula_of
 from locant.anatomy.projection import channel_index
 from locant.anatomy.residual import Flow, scaled
 from locant.anatomy.sites import Channels, ModuleSite, OpSite, Site, View
@@ -33,12 +35,13 @@ _ROUTER = ("router_logits", "expert_weights", "expert_indices")
 class ChannelFound(Found):
     """What was found, and the residual after attention; `parallel` where the MLP reads the block's input."""
 
-    __slots__ = ("experts", "middle", "parallel", "shared")
+    __slots__ = ("activation", "experts", "middle", "parallel", "shared")
 
     def __init__(self) -> None:
         super().__init__()
         self.parallel = False
         self.middle: Value | None = None
+        self.activation: Formula | Named | None = None
         self.experts: Event | None = None
         self.shared: Event | None = None
 
@@ -167,6 +170,65 @@ def _dense(scope: Scope, body: Body, found: ChannelFound) -> None:
 
 def _branches(scope: Scope, body: Body, linears: list[Event], activated: Value, found: ChannelFound) -> None:
     """The pre-activation neurons, and the ungated branch where the activation is multiplied by one."""
+    leaves: list[tuple[Event, list[int], Value]] = []
+
+    def leaf(value: Value) -> str | None:
+        source = _source(value, linears, scope)
+        if source is None:
+            return None
+        at = next((i for i, (event, index, _) in enumerate(leaves) if (event, index) == source), len(leaves))
+        if at == len(leaves):
+            leaves.append((*source, value))
+        return roles[at] if at < len(roles) else str(at)
+
+    roles: list[str] = []
+    formula = formula_of(activated, scope.trace, body.first.index, leaf)
+    if formula is None:
+        leaves.clear()
+    roles = _roles(formula, [value for _, _, value in leaves], scope.trace)
+    if not roles:
+        _branches_by_module(scope, body, linears, activated, found)
+        return
+    found.activation = formula_of(activated, scope.trace, body.first.index, leaf)
+    found.facts["channel"] = "gated" if len(roles) > 1 else "plain"
+    for point, (_, _, value) in zip(roles, leaves, strict=True):
+        found.sites[point], found.modules["w_gate" if point == "mlp_pre" else "w_up"] = _branch_site(
+            value, linears, scope
+        )
+    if len(roles) == 1:
+        found.absent["mlp_pre_linear"] = _ONE_BRANCH
+
+
+def _roles(formula: Formula | Named | None, leaves: Sequence[Value], trace: Trace) -> list[str]:
+    """Which branch is which: the result is linear in the ungated one, and in no other; none where that is unclear."""
+    if formula is None or not 1 <= len(leaves) <= 2:
+        return []
+    if len(leaves) == 1:
+        return ["mlp_pre"]
+    data = [v.data.reshape(-1, v.shape[-1]).double() / v.data.abs().max().double() for v in leaves]
+    straight = [_is_affine(formula, data, at, trace) for at in range(2)]
+    return ["mlp_pre_linear" if line else "mlp_pre" for line in straight] if sum(straight) == 1 else []
+
+
+def _is_affine(formula: Formula | Named, data: Sequence[Tensor], at: int, trace: Trace) -> bool:
+    def result(factor: float) -> Tensor:
+        given = [x * factor if i == at else x for i, x in enumerate(data)]
+        if isinstance(formula, Named):
+            return given[at]
+        return formula.of(lambda named: trace.weight(named.name) if named.weight else given[int(named.name)])
+
+    zero, one, two, back = (result(x) for x in (0.0, 1.0, 2.0, -1.0))
+    size = 1e-3 * float((one - zero).abs().max())
+    return bool(((two + zero - 2 * one).abs().max() < size) & ((one + back - 2 * zero).abs().max() < size))
+
+
+_ONE_BRANCH = "the MLP of this block is not gated, so it has one branch"
+
+
+def _branches_by_module(
+    scope: Scope, body: Body, linears: list[Event], activated: Value, found: ChannelFound
+) -> None:
+    """The branches where an operation of the activation is not seen, and the activation is a module."""
     product = activated.producer
     gate, linear = activated, None
     if product is not None and product.name in PRODUCTS and len(product.inputs) == 2:
@@ -177,18 +239,17 @@ def _branches(scope: Scope, body: Body, linears: list[Event], activated: Value, 
             gate = next(v for v in operands if v is not linear)
     found.facts["channel"] = "gated" if linear is not None else "plain"
     if linear is None:
-        found.absent["mlp_pre_linear"] = "the MLP of this block is not gated, so it has one branch"
+        found.absent["mlp_pre_linear"] = _ONE_BRANCH
     else:
         found.sites["mlp_pre_linear"], found.modules["w_up"] = _branch_site(linear, linears, scope)
     back = scope.trace.ancestors(gate, body.first.index)
     before = next((v for v in back if v is not gate and _source(v, linears, scope) is not None), None)
     act = next((e for e in scope.calls if same(e.output(), gate) and _takes(e, before)), None)
-    if before is None:
+    if before is None or act is None:
         found.absent["mlp_pre"] = "no linear map leads straight into this MLP's activation"
         return
     found.sites["mlp_pre"], found.modules["w_gate"] = _branch_site(before, linears, scope)
-    if act is not None:
-        found.modules["activation"] = act.name
+    found.modules["activation"] = act.name
 
 
 def _takes(event: Event, value: Value | None) -> bool:

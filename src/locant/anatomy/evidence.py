@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from locant.address import Address
 from locant.anatomy.anatomy import Anatomy, Move, Part
 from locant.anatomy.facts import Facts
+from locant.anatomy.formula import Formula, Named
 from locant.anatomy.sites import Channels, wide
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
@@ -118,6 +119,14 @@ class Evidence:
         result = module(*args)
         return result.to(self.ids.device) if isinstance(result, Tensor) else result
 
+    def computed(self, formula: Formula | Named) -> Tensor:
+        """What `formula` gives for this part's points and the model's weights."""
+
+        def tensor(named: Named) -> Tensor:
+            return self.weight(named.name) if named.weight else self.get(named.name)
+
+        return tensor(formula) if isinstance(formula, Named) else formula.of(tensor)
+
     # ---- equations
 
     def equal(
@@ -154,10 +163,10 @@ class Evidence:
             elif move.kind == "scale":
                 value = value * move.factor
             else:
-                value = value * self._weight(move.name)
+                value = value * self.weight(move.name)
         return value
 
-    def _weight(self, name: str) -> Tensor:
+    def weight(self, name: str) -> Tensor:
         path, _, leaf = name.rpartition(".")
         weight: Tensor = getattr(self._module(path), leaf)
         return weight.detach().to(self.ids.device)

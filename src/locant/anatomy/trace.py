@@ -46,7 +46,7 @@ class Event:
 
     Attributes:
         weights: the model's own parameters and buffers among an operation's arguments, by name.
-        arguments: what a module was called with.
+        func, arguments: an operation itself, and what it or a module was called with.
     """
 
     index: int
@@ -59,7 +59,8 @@ class Event:
     outputs: list[tuple[Slot, Value]] = field(default_factory=list)
     scalars: tuple[float, ...] = ()
     weights: tuple[str, ...] = ()
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    func: Callable[..., Any] | None = None
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
 
     @property
     def is_op(self) -> bool:
@@ -135,6 +136,7 @@ class Trace(TorchFunctionMode):
         event.outputs = self._tensors(slots(result), producer=event)
         event.weights = tuple(self._weights[id(x)] for x in flat(args) if id(x) in self._weights)
         event.scalars = tuple(x for x in (*args, *kwargs.values()) if type(x) in (int, float))
+        event.func, event.arguments = func, (args, kwargs)
         event.end = len(self.events)
         return result
 
@@ -149,6 +151,8 @@ class Trace(TorchFunctionMode):
         return [(slot, self._value(x, producer)) for slot, x in items if isinstance(x, Tensor) and self._kept(x)]
 
     def _kept(self, tensor: Tensor) -> bool:
+        if torch._C._functorch.is_batchedtensor(tensor):  # inside a vmap, it has no memory of its own
+            return False
         return tensor.numel() <= self._limit and not isinstance(tensor, nn.Parameter)
 
     def _value(self, tensor: Tensor, producer: Event | None) -> Value:
@@ -173,6 +177,15 @@ class Trace(TorchFunctionMode):
     def own(self, value: Value) -> bool:
         """It is a parameter or a buffer of the model."""
         return id(value.tensor) in self._weights
+
+    def weight_name(self, tensor: Tensor) -> str | None:
+        """The name of a parameter or buffer of the model."""
+        return self._weights.get(id(tensor))
+
+    def weight(self, name: str) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        weight: Tensor = getattr(self._model.get_submodule(path), leaf)
+        return weight.detach()
 
     def within(self, event: Event) -> list[Event]:
         return self.events[event.index + 1 : event.end]

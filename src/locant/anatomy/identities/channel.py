@@ -43,13 +43,16 @@ def _branches(e: Evidence) -> list[Equation]:
 
 @identity("activation", "mlp_act = act(mlp_pre) · mlp_pre_linear")
 def _activation(e: Evidence) -> list[Equation]:
-    if not e.has("mlp_pre", "mlp_act") or not e.plays("activation"):
+    if not e.has("mlp_pre", "mlp_act"):
         return []
-    names = ["mlp_act", "mlp_pre"]
-    value = e.call("activation", e.get("mlp_pre"))
-    if e.has("mlp_pre_linear"):
-        names.append("mlp_pre_linear")
-        value = value * e.get("mlp_pre_linear")
+    names = ["mlp_act", "mlp_pre", *(n for n in ("mlp_pre_linear",) if e.has(n))]
+    if e.part.activation is not None:
+        value = e.computed(e.part.activation)
+    elif e.plays("activation"):
+        value = e.call("activation", e.get("mlp_pre"))
+        value = value * e.get("mlp_pre_linear") if e.has("mlp_pre_linear") else value
+    else:
+        return [e.fails("mlp_pre", *names[2:])]
     if e.plays("act_norm"):
         value = e.call("act_norm", value)
     return [e.equal(e.get("mlp_act"), value, *names)]
