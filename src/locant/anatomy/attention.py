@@ -15,6 +15,7 @@ from locant.anatomy.structure import (
     GATES,
     PRODUCTS,
     Scope,
+    behind_norm,
     hidden_input,
     input_site,
     is_heavy,
@@ -82,14 +83,16 @@ def find_attention(scope: Scope, flow: Flow) -> Found:
         found.facts = {"mixer": "other"}
         return found
     found.facts["mixer"] = "attention"
-    _input(scope, mixer, found)
+    handed = behind_norm(scope, mixer, core.scores)
+    _input(flow, handed, found)
+    found.module, found.parts = mixer, [mixer]
     _heads(scope, core, found)
-    _projections(scope, mixer, core, found)
+    _projections(scope, mixer, handed, core, found)
     _output(scope, mixer, core, found)
     return found
 
 
-def _input(scope: Scope, mixer: Event, found: Found) -> None:
+def _input(flow: Flow, mixer: Event, found: Found) -> None:
     found.module = mixer
     found.parts = [mixer]
     found.sites["attn_in"] = input_site(mixer)
@@ -97,7 +100,7 @@ def _input(scope: Scope, mixer: Event, found: Found) -> None:
     if taken is None:
         return
     bare, factor = scaled(taken[1])
-    if norm := scope.norm_giving(taken[1]) or scope.norm_giving(bare):
+    if norm := flow.norm_before(taken[1]) or flow.norm_before(bare):
         found.modules["attn_norm"] = norm.name
         if factor != 1.0 and same(norm.output(), bare):
             found.constants["attn_in_scale"] = factor
@@ -116,7 +119,7 @@ def _other_mixer(scope: Scope, flow: Flow, found: Found) -> None:
     reason = "this block mixes tokens by other means than softmax attention, so it has no heads"
     found.absent = dict.fromkeys(_HEADS, reason)
     found.facts["mixer"] = "other"
-    _input(scope, first, found)
+    _input(flow, first, found)
     found.sites["attn_out"] = output_site(last)
     found.raw = last
 
@@ -201,7 +204,7 @@ def _cap(scope: Scope, product: Event, softmax: Event) -> float | None:
     return None
 
 
-def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
+def _projections(scope: Scope, mixer: Event, entered: Event, core: Core, found: Found) -> None:
     """The query, key and value as projected, and the norms between projection and attention."""
     trace = scope.trace
     back = {
@@ -220,7 +223,7 @@ def _projections(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
         if projection is not None:
             event, channels = projection
             found.sites[name] = output_site(event, replace(rows(event.outputs[0][1]), channels=channels))
-            handed, taken = hidden_input(mixer), hidden_input(event)
+            handed, taken = hidden_input(entered), hidden_input(event)
             if handed is not None and taken is not None and same(handed[1], taken[1]):
                 found.modules[f"w_{name[0]}"] = event.name
     norms = [e for e in scope.norms if mixer.index < e.index < core.scores.index]

@@ -17,6 +17,7 @@ from locant.anatomy.structure import (
     ADDITIONS,
     PRODUCTS,
     Scope,
+    behind_norm,
     hidden_input,
     input_site,
     is_heavy,
@@ -54,12 +55,7 @@ class Body:
     last: Event
     inside: list[Event]
     modules: list[Event]
-
-    @property
-    def taken(self) -> Value:
-        found = hidden_input(self.first)
-        assert found is not None, "a channel mixer is chosen by having an input"
-        return found[1]
+    linears: list[Event]
 
 
 def find_channel_mixer(scope: Scope, flow: Flow, attention: Found) -> ChannelFound:
@@ -72,8 +68,9 @@ def find_channel_mixer(scope: Scope, flow: Flow, attention: Found) -> ChannelFou
         found.facts = {"channel": None}
         return found
     found.module, found.parts = body.first, body.modules
-    found.sites["mlp_in"] = input_site(body.first)
-    _middle(scope, body, found)
+    entered = behind_norm(scope, body.first, next(iter(body.linears), body.first))
+    found.sites["mlp_in"] = input_site(entered)
+    _middle(flow, entered, found)
     experts = next((e for e in body.inside if not e.is_op and _choice(e) is not None), None)
     if experts is not None:
         _sparse(scope, body, experts, found)
@@ -88,13 +85,27 @@ def _body(scope: Scope, flow: Flow, attention: Found) -> Body | None:
     if attention.facts.get("mixer") == "other":
         written = flow.addition_of(mixer) if mixer is not None else None
         heavy = [e for e in heavy if flow.addition_of(e) is not written] if written is not None else []
+    norms = [norm for e in heavy if (taken := hidden_input(e)) and (norm := flow.norm_before(taken[1]))]
+    heavy = [e for e in heavy if e not in norms]
     if flow.steps is not None and (group := _writers(flow, heavy, mixer)):
-        return Body(group[0], group[-1], scope.trace.events[group[0].index : group[-1].end], group)
+        step = flow.addition_of(group[0])
+        inside = scope.trace.events[group[0].index : group[-1].end]
+        return Body(
+            group[0], group[-1], inside, group, [e for e in inside if is_linear(e) and flow.addition_of(e) is step]
+        )
     after = [e for e in heavy if mixer is None or e.index > mixer.index]
     if len(after) > 1 and all(len(_linears(scope, e)) == 1 for e in after):
         first, last = after[0], after[-1]
-        return Body(first, last, scope.trace.events[first.index : last.end], after)
-    return Body(heavy[-1], heavy[-1], scope.trace.within(heavy[-1]), heavy[-1:]) if heavy else None
+        return Body(
+            first,
+            last,
+            scope.trace.events[first.index : last.end],
+            after,
+            [x for e in after for x in _linears(scope, e)],
+        )
+    if not heavy:
+        return None
+    return Body(heavy[-1], heavy[-1], scope.trace.within(heavy[-1]), heavy[-1:], _linears(scope, heavy[-1]))
 
 
 def _writers(flow: Flow, heavy: Sequence[Event], mixer: Event | None) -> list[Event]:
@@ -117,15 +128,16 @@ def _linears(scope: Scope, event: Event) -> list[Event]:
     return [e for e in scope.trace.events[event.index : event.end] if is_linear(e)]
 
 
-def _middle(scope: Scope, body: Body, found: ChannelFound) -> None:
+def _middle(flow: Flow, entered: Event, found: ChannelFound) -> None:
     """The residual after attention: what the norm before the MLP reads, or the MLP itself where there is none."""
-    norm = scope.norm_giving(body.taken)
-    source = body.first
+    taken = hidden_input(entered)
+    norm = flow.norm_before(taken[1]) if taken is not None else None
+    source = entered
     if norm is not None:
         found.modules["mlp_norm"] = norm.name
         source = norm
     read = hidden_input(source)
-    if read is not None and same(read[1], scope.residual[1]):
+    if read is not None and same(read[1], flow.scope.residual[1]):
         found.parallel = True
         found.absent["resid_mid"] = (
             "attention and MLP of this block both read resid_pre, so no residual lies between them"
@@ -150,7 +162,7 @@ def _dense(scope: Scope, body: Body, found: ChannelFound) -> None:
     if _routed(body, found):
         return
     found.absent |= dict.fromkeys(_ROUTER, "this block has a dense MLP, no router")
-    linears = [e for e in body.inside if is_linear(e)]
+    linears = body.linears
     if not linears:
         found.absent |= dict.fromkeys([*_NEURONS, "mlp_out", "mlp_out_post"], "no linear map inside this block's MLP")
         found.facts = {"channel": "other"}
@@ -225,9 +237,7 @@ def _is_affine(formula: Formula | Named, data: Sequence[Tensor], at: int, trace:
 _ONE_BRANCH = "the MLP of this block is not gated, so it has one branch"
 
 
-def _branches_by_module(
-    scope: Scope, body: Body, linears: list[Event], activated: Value, found: ChannelFound
-) -> None:
+def _branches_by_module(scope: Scope, body: Body, linears: list[Event], activated: Value, found: ChannelFound) -> None:
     """The branches where an operation of the activation is not seen, and the activation is a module."""
     product = activated.producer
     gate, linear = activated, None

@@ -47,9 +47,7 @@ def _given(argument: Any, tensors: Callable[[Named], Tensor]) -> Any:
     return argument
 
 
-def formula_of(
-    value: Value, trace: Trace, since: int, name: Callable[[Value], str | None]
-) -> Formula | Named | None:
+def formula_of(value: Value, trace: Trace, since: int, name: Callable[[Value], str | None]) -> Formula | Named | None:
     """How `value` is made of the values that `name` has a name for; ``None`` where more than those is needed.
 
     Args:
@@ -71,9 +69,7 @@ def formula_of(
     return None if args is None else Formula(made.func, args, made.arguments[1])
 
 
-def _arguments(
-    made: Event, trace: Trace, since: int, name: Callable[[Value], str | None]
-) -> tuple[Any, ...] | None:
+def _arguments(made: Event, trace: Trace, since: int, name: Callable[[Value], str | None]) -> tuple[Any, ...] | None:
     args, kwargs = made.arguments
     if any(isinstance(x, Tensor) for x in (*kwargs.values(), *_nested(args))):
         return None

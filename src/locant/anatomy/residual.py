@@ -75,6 +75,16 @@ class Flow:
             self._sources[id(value)] = known
         return known
 
+    def norm_before(self, value: Value) -> Event | None:
+        """The norm that gives `value`; one with matrices of its own counts where it reads the residual alone."""
+        made = (e for e in self.scope.calls if same(e.output(), value) and self._reads_residual(e))
+        return self.scope.norm_giving(value) or next((e for e in made if self.scope.ignores_scale(e)), None)
+
+    def _reads_residual(self, event: Event) -> bool:
+        hidden = [v for _, v in event.inputs if v.tensor.is_floating_point()]
+        values = [self.scope.residual[1], *(step.value for step in self.steps or ())]
+        return len(hidden) == 1 and any(same(hidden[0], v) for v in values)
+
     def fed_by(self, value: Value, event: Event) -> bool:
         """Some operation inside `event` took part in `value`, other than through the residual."""
         if event.is_op:

@@ -74,10 +74,17 @@ class Scope:
 
     def is_norm(self, event: Event) -> bool:
         """A module that rescales each row to a fixed size: doubling its input leaves its output as it was."""
-        module, taken, given = event.module, hidden_input(event), event.output()
-        if module is None or taken is None or given is None or taken[1].shape != given.shape:
+        module, given = event.module, event.output()
+        if module is None or given is None:
             return False
         if any(p.dim() > 1 and p.shape != given.shape[-p.dim() :] for p in module.parameters()):
+            return False
+        return self.ignores_scale(event)
+
+    def ignores_scale(self, event: Event) -> bool:
+        """A module that gives for a row and for twice that row the same row of the same size."""
+        module, taken, given = event.module, hidden_input(event), event.output()
+        if module is None or taken is None or given is None or taken[1].shape != given.shape:
             return False
         key = id(module)
         if key not in self._norms:
@@ -179,6 +186,16 @@ def op_site(scope: Scope, made: Event, view: View, overwritten: bool = False) ->
     nth = sum(e.is_op and e.name == made.name for e in scope.trace.events[since : made.index])
     after = None if last is None else (last.name, last.call)
     return OpSite(holder.name, made.name, nth, None, holder.call, view, overwritten, after)
+
+
+def behind_norm(scope: Scope, sublayer: Event, inside: Event) -> Event:
+    """The module around `inside` that a norm in `sublayer` hands the normed residual; else `sublayer` itself."""
+    taken = hidden_input(sublayer)
+    norm = scope.norm_reading(taken[1]) if taken is not None and scope.norm_giving(taken[1]) is None else None
+    if norm is None or not sublayer.index < norm.index < inside.index:
+        return sublayer
+    nested = (e for e in scope.calls if norm.index < e.index <= inside.index < e.end)
+    return next((e for e in nested if (read := hidden_input(e)) and same(read[1], norm.output())), sublayer)
 
 
 def rows(value: Value) -> View:
