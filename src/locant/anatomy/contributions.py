@@ -62,7 +62,9 @@ def find_contributions(scope: Scope, flow: Flow, attention: Found, channel: Chan
 
 def _place(scope: Scope, flow: Flow, share: _Share, short: str, sublayer: Found, found: Contributions) -> None:
     """The site of a contribution: the raw output or its norm, times a constant; else wherever it is made."""
-    bare, factor = (share.value, 1.0) if scope.gives(share.value) else scaled(share.value)
+    bare, factor = scaled(share.value)
+    if scope.gives(share.value) and not same(bare, share.raw.output()):
+        bare, factor = share.value, 1.0
     norm = scope.norm_giving(bare)
     normed = hidden_input(norm) if norm is not None else None
     raw: Value | None = share.raw.output()
