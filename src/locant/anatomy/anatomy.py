@@ -34,12 +34,12 @@ class Move:
     Attributes:
         kind: ``write`` adds a point to every stream of a stack, each with its weight; ``mix`` mixes the streams.
         name: the point (or the entry of ``Part.beside``) that is added or mixed with, the norm's path, or the name of
-            the weight it is multiplied by.
+            the weight it is multiplied by, or that is added as a ``bias``.
         factor: the number it is multiplied by.
         since: the first of the streams it is added to.
     """
 
-    kind: Literal["add", "norm", "scale", "weight", "mix", "write"]
+    kind: Literal["add", "norm", "scale", "weight", "bias", "mix", "write"]
     name: str = ""
     factor: float = 1.0
     since: int = 0
@@ -59,7 +59,8 @@ class Part:
             (``added.0``), what multiplies ``z`` where that is no gate (``z_factor``), and with what weights attention
             and MLP read a stack of streams (``attn_read``, ``mlp_read``).
         to_mid: what makes ``resid_mid`` of ``resid_pre``; ``None`` where that could not be followed.
-        activation: how ``mlp_act`` (before any norm of it) follows from ``mlp_pre`` and ``mlp_pre_linear``.
+        formulas: how a point follows from those before it, where the forward computes it element by element:
+            ``mlp_act`` (before any norm of it) from ``mlp_pre`` and ``mlp_pre_linear``, a contribution from the output.
         to_post: what makes ``resid_post`` of ``resid_mid``, or of ``resid_pre`` where there is no ``resid_mid``.
         lane: the stream that attention and MLP read and write as if it were the only one, once the streams are mixed;
             then ``to_mid`` and ``to_post`` say what makes ``resid_mid``, and the vector after it, of that stream.
@@ -78,7 +79,7 @@ class Part:
     to_post: tuple[Move, ...] | None = None
     lane: int | None = None
     beyond: tuple[Move, ...] = ()
-    activation: Formula | Named | None = None
+    formulas: Mapping[str, Formula | Named] = field(default_factory=dict)
 
     def aside(self, name: str) -> Address:
         """What a tensor of `beside` is kept under: no address that anyone can ask for."""

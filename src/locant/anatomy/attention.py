@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from locant.anatomy.anatomy import Gate
+from locant.anatomy.formula import Formula, Named
 from locant.anatomy.projection import find_projection, heads_before_repeat, moved_from
 from locant.anatomy.residual import Flow, scaled
 from locant.anatomy.sites import OpSite, Site, View
@@ -44,6 +45,7 @@ class Found:
     parts: list[Event] = field(default_factory=list)
     gate: Gate | None = None
     beside: dict[str, Site] = field(default_factory=dict)
+    formulas: dict[str, Formula | Named] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,13 +36,12 @@ _ROUTER = ("router_logits", "expert_weights", "expert_indices")
 class ChannelFound(Found):
     """What was found, and the residual after attention; `parallel` where the MLP reads the block's input."""
 
-    __slots__ = ("activation", "experts", "middle", "parallel", "shared")
+    __slots__ = ("experts", "middle", "parallel", "shared")
 
     def __init__(self) -> None:
         super().__init__()
         self.parallel = False
         self.middle: Value | None = None
-        self.activation: Formula | Named | None = None
         self.experts: Event | None = None
         self.shared: Event | None = None
 
@@ -201,7 +200,8 @@ def _branches(scope: Scope, body: Body, linears: list[Event], activated: Value, 
     if not roles:
         _branches_by_module(scope, body, linears, activated, found)
         return
-    found.activation = formula_of(activated, scope.trace, body.first.index, leaf)
+    if (computed := formula_of(activated, scope.trace, body.first.index, leaf)) is not None:
+        found.formulas["mlp_act"] = computed
     found.facts["channel"] = "gated" if len(roles) > 1 else "plain"
     for point, (_, _, value) in zip(roles, leaves, strict=True):
         found.sites[point], found.modules["w_gate" if point == "mlp_pre" else "w_up"] = _branch_site(
@@ -339,9 +339,9 @@ def _shared(scope: Scope, body: Body, experts: Event, router: Event | None, foun
             found.modules["shared_gate"] = event.name
 
 
-def mixture(out: Value, found: Found) -> dict[str, float]:
+def mixture(out: Value | None, found: Found) -> dict[str, float]:
     """What the sum of the chosen experts, and that of the shared ones, is multiplied by before both are added."""
-    if not isinstance(found, ChannelFound) or found.experts is None:
+    if out is None or not isinstance(found, ChannelFound) or found.experts is None:
         return {}
     scales: dict[str, float] = {}
     terms = [(out, 1.0)]

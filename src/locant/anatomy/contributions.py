@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from locant.anatomy.anatomy import Move
 from locant.anatomy.attention import Found
 from locant.anatomy.channel import ChannelFound, mixture
+from locant.anatomy.formula import Formula, Named, formula_of
 from locant.anatomy.residual import Flow, Step, scaled
 from locant.anatomy.sites import Site, View
 from locant.anatomy.structure import Scope, hidden_input, is_heavy, output_site, rows
@@ -26,6 +27,7 @@ class Contributions:
     modules: dict[str, str] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)
     beside: dict[str, Site] = field(default_factory=dict)
+    formulas: dict[str, Formula | Named] = field(default_factory=dict)
     to_mid: tuple[Move, ...] | None = None
     to_post: tuple[Move, ...] | None = None
 
@@ -69,7 +71,15 @@ def _place(scope: Scope, flow: Flow, share: _Share, short: str, sublayer: Found,
     normed = hidden_input(norm) if norm is not None else None
     raw: Value | None = share.raw.output()
     site: Site | None = sublayer.sites.get(f"{short}_out")
-    if site is None:  # the MLP is several modules whose outputs are added, or norms what they add
+    if (
+        site is None
+        and norm is None
+        and len(sublayer.parts) == 1
+        and _computed(scope, share.value, raw, short) is not None
+    ):
+        site = found.sites[f"{short}_out"] = output_site(share.raw)
+        found.constants |= mixture(raw, sublayer)
+    elif site is None:  # the MLP is several modules whose outputs are added, or norms what they add
         raw = normed[1] if normed is not None else bare
         site = flow.site(raw)
         if site is not None:
@@ -82,6 +92,13 @@ def _place(scope: Scope, flow: Flow, share: _Share, short: str, sublayer: Found,
         found.sites[share.point] = replace(site, view=replace(site.view, scale=factor))
     elif (elsewhere := flow.site(share.value)) is not None:
         found.sites[share.point] = elsewhere
+        if (made := _computed(scope, share.value, raw, short)) is not None:
+            found.formulas[share.point] = made
+
+
+def _computed(scope: Scope, added: Value, raw: Value | None, short: str) -> Formula | Named | None:
+    """How what is added follows from the sublayer's own output, element by element."""
+    return formula_of(added, scope.trace, scope.run.index, lambda v: f"{short}_out" if same(v, raw) else None)
 
 
 def _scaled_view(event: Event, factor: float) -> View | None:
@@ -120,8 +137,8 @@ def _moves(
             moves.append(Move("scale", factor=step.factor))
         elif step.kind == "mix":
             moves.append(Move("mix"))
-        elif step.kind == "weight":
-            moves.append(Move("weight", step.weight))
+        elif step.kind in ("weight", "bias"):
+            moves.append(Move(step.kind, step.weight))
         else:
             parts = _added(flow, step, shares, found.beside)
             if parts is None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from locant.address import Address
 from locant.anatomy.anatomy import Anatomy, Move, Part
 from locant.anatomy.facts import Facts
-from locant.anatomy.formula import Formula, Named
+from locant.anatomy.formula import Named
 from locant.anatomy.sites import Channels, wide
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
@@ -119,8 +119,9 @@ class Evidence:
         result = module(*args)
         return result.to(self.ids.device) if isinstance(result, Tensor) else result
 
-    def computed(self, formula: Formula | Named) -> Tensor:
-        """What `formula` gives for this part's points and the model's weights."""
+    def computed(self, point: str) -> Tensor:
+        """What the formula of `point` gives for the points before it."""
+        formula = self.part.formulas[point]
 
         def tensor(named: Named) -> Tensor:
             return self.weight(named.name) if named.weight else self.get(named.name)
@@ -162,6 +163,8 @@ class Evidence:
                 value = self.call_path(move.name, value)
             elif move.kind == "scale":
                 value = value * move.factor
+            elif move.kind == "bias":
+                value = value + self.weight(move.name)
             else:
                 value = value * self.weight(move.name)
         return value

@@ -51,7 +51,10 @@ def formula_of(value: Value, trace: Trace, since: int, name: Callable[[Value], s
     """How `value` is made of the values that `name` has a name for; ``None`` where more than those is needed.
 
     Args:
+        value: what the formula gives.
+        trace: the recorded forward.
         since: the event before which nothing is looked at.
+        name: the name of a value the formula may be given.
     """
     if (known := name(value)) is not None:
         return Named(known)
@@ -61,12 +64,24 @@ def formula_of(value: Value, trace: Trace, since: int, name: Callable[[Value], s
     if made.name in CONTRACTIONS or made.name == "linear":
         return None
     if made.name in MOVES | _CASTS:
-        before = formula_of(made.inputs[0][1], trace, since, name) if made.inputs else None
-        if before is None or made.inputs[0][1].tensor.numel() != value.tensor.numel():
-            return None
-        return Formula(torch.Tensor.to, (before, value.tensor.dtype), {}) if made.name in _CASTS else before
+        return _moved(made, value, trace, since, name)
     args = _arguments(made, trace, since, name)
     return None if args is None else Formula(made.func, args, made.arguments[1])
+
+
+def _moved(
+    made: Event, value: Value, trace: Trace, since: int, name: Callable[[Value], str | None]
+) -> Formula | Named | None:
+    """What is moved, cast or spread over the tokens, where no number of it is left out."""
+    origin = made.arguments[0][0]
+    weight = trace.weight_name(origin) if isinstance(origin, Tensor) else None
+    if weight is not None and origin.shape == value.shape[-1:]:
+        return Named(weight, weight=True)
+    taken = dict(made.inputs).get(0)
+    before = formula_of(taken, trace, since, name) if taken is not None else None
+    if before is None or taken is None or taken.tensor.numel() != value.tensor.numel():
+        return None
+    return Formula(torch.Tensor.to, (before, value.tensor.dtype), {}) if made.name in _CASTS else before
 
 
 def _arguments(made: Event, trace: Trace, since: int, name: Callable[[Value], str | None]) -> tuple[Any, ...] | None:

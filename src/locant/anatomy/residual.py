@@ -32,10 +32,10 @@ class Step:
         side: what an addition adds, or the matrix that mixes the streams.
         event: the norm the residual passes through, or the operation.
         factor: the number it is multiplied by; of a mix, how much of itself each stream keeps besides.
-        weight: the parameter or buffer it is multiplied by, by name.
+        weight: the parameter or buffer it is multiplied by, or that is added to it as a ``bias``, by name.
     """
 
-    kind: Literal["add", "norm", "scale", "weight", "mix"]
+    kind: Literal["add", "norm", "scale", "weight", "bias", "mix"]
     value: Value
     event: Event
     side: Value | None = None
@@ -237,6 +237,9 @@ def _longer_path(scope: Scope, value: Value, known: dict[int, list[Step] | None]
             if matrix.shape[-2:] == square and (way := _path(scope, taken, known)) is not None:
                 return [*way, Step("mix", value, made, matrix, factor=0.0)]
         return None
+    if made.name in ADDITIONS and len(operands) == 1 and len(made.weights) == 1:
+        way = _path(scope, operands[0], known)
+        return None if way is None else [*way, Step("bias", value, made, weight=made.weights[0])]
     if made.name in PRODUCTS | QUOTIENTS and len(operands) == 1 and operands[0].shape == value.shape:
         way = _path(scope, operands[0], known)
         step = _multiplied(made, value)

@@ -174,7 +174,7 @@ def _block(trace: Trace, run: Event, stack: View | None) -> tuple[Part, LayerFac
         added.to_post,
         None if lane is None else lane.index,
         () if lane is None else lane.beyond,
-        channel.activation,
+        channel.formulas | added.formulas,
     )
     return part, LayerFacts(parallel=channel.parallel, **attention.facts, **channel.facts)
 

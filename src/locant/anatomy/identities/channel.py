@@ -46,8 +46,8 @@ def _activation(e: Evidence) -> list[Equation]:
     if not e.has("mlp_pre", "mlp_act"):
         return []
     names = ["mlp_act", "mlp_pre", *(n for n in ("mlp_pre_linear",) if e.has(n))]
-    if e.part.activation is not None:
-        value = e.computed(e.part.activation)
+    if "mlp_act" in e.part.formulas:
+        value = e.computed("mlp_act")
     elif e.plays("activation"):
         value = e.call("activation", e.get("mlp_pre"))
         value = value * e.get("mlp_pre_linear") if e.has("mlp_pre_linear") else value

@@ -160,11 +160,10 @@ def contribution(e: Evidence, sublayer: str) -> list[Equation]:
     names = (f"{sublayer}_out_post", f"{sublayer}_out")
     if not e.has(*names):
         return []
-    value, added = e.get(names[1]), e.get(names[0])
-    if e.plays(f"{sublayer}_post_norm"):
-        value = e.call(f"{sublayer}_post_norm", value)
+    added = e.get(names[0])
+    if names[0] in e.part.formulas:
+        return [e.equal(added, e.computed(names[0]), *names)]
+    normed = e.plays(f"{sublayer}_post_norm")
+    value = e.call(f"{sublayer}_post_norm", e.get(names[1])) if normed else e.get(names[1])
     equation = e.equal(added, value * e.part.sites[names[0]].view.scale, *names)
-    if e.part.sites[names[0]] != e.part.sites[names[1]] and equation.error > 1e-2 and added.shape == value.shape:
-        bias = (added - value).flatten(0, -2).mean(0)
-        equation = min(equation, e.equal(added, value + bias, *names), key=lambda q: q.error)
-    return [equation if e.plays(f"{sublayer}_post_norm") else e.by_construction(equation)]
+    return [equation if normed else e.by_construction(equation)]
