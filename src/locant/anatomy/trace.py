@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor  # pyright: ignore - torch has no public name for this question
 from torch.overrides import TorchFunctionMode
 
 from locant.anatomy.sites import Slot
@@ -151,7 +152,7 @@ class Trace(TorchFunctionMode):
         return [(slot, self._value(x, producer)) for slot, x in items if isinstance(x, Tensor) and self._kept(x)]
 
     def _kept(self, tensor: Tensor) -> bool:
-        if torch._C._functorch.is_batchedtensor(tensor):  # inside a vmap, it has no memory of its own
+        if is_batchedtensor(tensor):  # inside a vmap, it has no memory of its own
             return False
         return tensor.numel() <= self._limit and not isinstance(tensor, nn.Parameter)
 
