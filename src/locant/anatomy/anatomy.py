@@ -58,6 +58,8 @@ class Part:
         beside: tensors that are no points and that identities need: what else is added to the residual
             (``added.0``), what multiplies ``z`` where that is no gate (``z_factor``), and with what weights attention
             and MLP read a stack of streams (``attn_read``, ``mlp_read``).
+        to_attn: what happens to ``resid_pre`` before the norm of attention reads it.
+        continues: its input is what the block before it returned; false in a trunk that adds something between.
         to_mid: what makes ``resid_mid`` of ``resid_pre``; ``None`` where that could not be followed.
         formulas: how a point follows from those before it, where the forward computes it element by element:
             ``mlp_act`` (before any norm of it) from ``mlp_pre`` and ``mlp_pre_linear``, a contribution from the output.
@@ -80,6 +82,8 @@ class Part:
     lane: int | None = None
     beyond: tuple[Move, ...] = ()
     formulas: Mapping[str, Formula | Named] = field(default_factory=dict)
+    to_attn: tuple[Move, ...] = ()
+    continues: bool = True
 
     def aside(self, name: str) -> Address:
         """What a tensor of `beside` is kept under: no address that anyone can ask for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +43,7 @@ class Found:
     constants: dict[str, float] = field(default_factory=dict)
     module: Event | None = None
     raw: Event | None = None
+    source: Value | None = None
     parts: list[Event] = field(default_factory=list)
     gate: Gate | None = None
     beside: dict[str, Site] = field(default_factory=dict)
@@ -74,15 +76,21 @@ _OUTER = ["attn_in", "attn_out", "attn_out_post"]
 def find_attention(scope: Scope, flow: Flow) -> Found:
     """The points of the block's token mixer; those inside it where it is softmax attention."""
     found = Found()
-    core = _core(scope)
-    if core is None:
-        _other_mixer(scope, flow, found)
+    cores = _cores(scope)
+    if not cores:
+        _other_mixer(flow, scope.children, found)
         return found
-    mixer = next((e for e in scope.events if not e.is_op and e.index < core.scores.index < e.end), None)
+    core = cores[0]
+    mixer = _around(scope, core)
     if mixer is None:
-        reason = "the attention of this block is in no module of its own"
-        found.absent = dict.fromkeys([*_OUTER, *_HEADS], reason)
-        found.facts = {"mixer": "other"}
+        return _without(found, "the attention of this block is in no module of its own")
+    written = {id(step) for c in cores if (m := _around(scope, c)) and (step := flow.addition_of(m))}
+    if len(written) > 1:
+        found = _without(found, "this block adds to the residual from several attention sublayers, not one")
+        found.facts["mixer"] = "several"
+        return found
+    if (writer := _writer_behind(scope, flow, mixer)) is not None:
+        _other_mixer(flow, [writer], found)
         return found
     found.facts["mixer"] = "attention"
     handed = behind_norm(scope, mixer, core.scores)
@@ -94,6 +102,25 @@ def find_attention(scope: Scope, flow: Flow) -> Found:
     return found
 
 
+def _around(scope: Scope, core: Core) -> Event | None:
+    return next((e for e in scope.events if not e.is_op and e.index < core.scores.index < e.end), None)
+
+
+def _without(found: Found, reason: str) -> Found:
+    found.absent = dict.fromkeys([*_OUTER, *_HEADS], reason)
+    found.facts = {"mixer": "other"}
+    return found
+
+
+def _writer_behind(scope: Scope, flow: Flow, mixer: Event) -> Event | None:
+    """The token mixer that writes to the residual where attention does not, and only leads to what this one reads."""
+    step = flow.addition_of(mixer)
+    if step is None or step.side is None:
+        return None
+    later = (e for e in scope.calls if e.index > mixer.end and is_heavy(e) and same(e.output(), step.side))
+    return next((e for e in later if mixes_tokens(e)), None)
+
+
 def _input(flow: Flow, mixer: Event, found: Found) -> None:
     found.module = mixer
     found.parts = [mixer]
@@ -101,16 +128,19 @@ def _input(flow: Flow, mixer: Event, found: Found) -> None:
     taken = hidden_input(mixer)
     if taken is None:
         return
+    found.source = taken[1]
     bare, factor = scaled(taken[1])
     if norm := flow.norm_before(taken[1]) or flow.norm_before(bare):
         found.modules["attn_norm"] = norm.name
+        read = hidden_input(norm)
+        found.source = read[1] if read is not None else None
         if factor != 1.0 and same(norm.output(), bare):
             found.constants["attn_in_scale"] = factor
 
 
-def _other_mixer(scope: Scope, flow: Flow, found: Found) -> None:
+def _other_mixer(flow: Flow, among: Sequence[Event], found: Found) -> None:
     """A token mixer without heads: the first of two sublayers, or the only one if it mixes tokens."""
-    sublayers = [(e, step) for e in scope.children if is_heavy(e) and (step := flow.addition_of(e)) is not None]
+    sublayers = [(e, step) for e in among if is_heavy(e) and (step := flow.addition_of(e)) is not None]
     several = any(step is not sublayers[0][1] for _, step in sublayers[1:])
     if not sublayers or not (several or mixes_tokens(sublayers[0][0])):
         found.facts = {"mixer": None}
@@ -126,17 +156,18 @@ def _other_mixer(scope: Scope, flow: Flow, found: Found) -> None:
     found.raw = last
 
 
-def _core(scope: Scope) -> Core | None:
-    n_pos = scope.n_pos
+def _cores(scope: Scope) -> list[Core]:
+    """The attention computations of a block, the last one first."""
+    found = list[Core]()
     for op in reversed(scope.events):
         if not op.is_op:
             continue
         if op.name == FUSED:
             query, key, value = (v for _, v in op.inputs[:3])
-            return Core(op, op, query, key, value)
-        if op.name == "softmax" and (core := _written_out(scope, op, n_pos)):
-            return core
-    return None
+            found.append(Core(op, op, query, key, value))
+        elif op.name == "softmax" and (core := _written_out(scope, op, scope.n_pos)):
+            found.append(core)
+    return found
 
 
 def _written_out(scope: Scope, softmax: Event, n_pos: int) -> Core | None:

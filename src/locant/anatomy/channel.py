@@ -60,9 +60,12 @@ class Body:
 def find_channel_mixer(scope: Scope, flow: Flow, attention: Found) -> ChannelFound:
     """The points of the block's MLP, dense or sparse."""
     found = ChannelFound()
-    body = _body(scope, flow, attention)
+    several = attention.facts.get("mixer") == "several"
+    body = None if several else _body(scope, flow, attention)
     if body is None:
         reason = "no module of this block mixes channels alone"
+        if several:
+            reason = "this block has several attention sublayers, and its MLPs belong to none of them alone"
         found.absent = dict.fromkeys(["resid_mid", "mlp_in", "mlp_out", "mlp_out_post", *_NEURONS, *_ROUTER], reason)
         found.facts = {"channel": None}
         return found
@@ -166,6 +169,13 @@ def _dense(scope: Scope, body: Body, found: ChannelFound) -> None:
         found.absent |= dict.fromkeys([*_NEURONS, "mlp_out", "mlp_out_post"], "no linear map inside this block's MLP")
         found.facts = {"channel": "other"}
         return
+    if _gated_after(scope, body):
+        reason = "what this MLP adds is a product of two linear maps, so no neurons are mapped straight to it"
+        found.absent |= dict.fromkeys(_NEURONS, reason)
+        found.facts = {"channel": "other"}
+        found.sites["mlp_out"] = output_site(body.last)
+        found.raw = body.last
+        return
     down = linears[-1]
     found.modules["w_down"] = down.name
     found.sites["mlp_act"] = input_site(down)
@@ -177,6 +187,16 @@ def _dense(scope: Scope, body: Body, found: ChannelFound) -> None:
         activated = hidden_input(norm)[1]  # type: ignore[index]
     found.facts["d_mlp"] = activated.shape[-1]
     _branches(scope, body, linears[:-1], activated, found)
+
+
+def _gated_after(scope: Scope, body: Body) -> bool:
+    """The MLP returns the product of what two of its linear maps give."""
+    given = body.last.output()
+    made = given.producer if given is not None else None
+    if made is None or made.name not in PRODUCTS or len(made.inputs) != 2:
+        return False
+    outputs = [id(e.output()) for e in body.linears]
+    return all(any(id(v) in outputs for v in scope.trace.ancestors(x, body.first.index)) for _, x in made.inputs)
 
 
 def _branches(scope: Scope, body: Body, linears: list[Event], activated: Value, found: ChannelFound) -> None:

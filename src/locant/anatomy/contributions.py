@@ -28,6 +28,7 @@ class Contributions:
     constants: dict[str, float] = field(default_factory=dict)
     beside: dict[str, Site] = field(default_factory=dict)
     formulas: dict[str, Formula | Named] = field(default_factory=dict)
+    to_attn: tuple[Move, ...] = ()
     to_mid: tuple[Move, ...] | None = None
     to_post: tuple[Move, ...] | None = None
 
@@ -59,6 +60,9 @@ def find_contributions(scope: Scope, flow: Flow, attention: Found, channel: Chan
         shares.append(share)
         _place(scope, flow, share, short, sublayer, found)
     _follow(flow, shares, channel.middle, found)
+    if attention.source is not None:
+        before = _moves(flow, flow.to(attention.source), shares, found)
+        found.to_attn = before or ()
     return found
 
 

@@ -132,6 +132,10 @@ class Flow:
             return None
         return self.steps[first:last]
 
+    def to(self, value: Value) -> list[Step] | None:
+        """The steps from the block's input to any value made of it."""
+        return _path(self.scope, value, {})
+
     def site(self, value: Value) -> Site | None:
         """Where `value` is read: a module's output if there is one, else the operation that makes it."""
         events = self.scope.events

@@ -60,6 +60,7 @@ def survey(model: PreTrainedModel) -> Anatomy:
             has="no list of blocks that each take and return a residual stream [batch, pos, d_model]",
             instead="load a decoder-only language model (AutoModelForCausalLM)",
         )
+    _check_tokens(model, runs, ids.shape[-1])
     last = runs[-1].output()
     if last is None or not bool(torch.isfinite(last.data).all()):
         raise ModelError(
@@ -69,7 +70,8 @@ def survey(model: PreTrainedModel) -> Anatomy:
     table = next((e for e in trace.calls(trace.events) if _reads_ids(e, ids)), None)
     given = table.output() if table is not None else None
     stack = stack_view(trace, runs, ids.shape, None if given is None else given.shape[-1])
-    found = [_block(trace, run, stack) for run in runs]
+    continues = [i > 0 and _continues(runs[i - 1], run) for i, run in enumerate(runs)]
+    found = [_block(trace, run, stack, continuing) for run, continuing in zip(runs, continues, strict=True)]
     trunk, entry, trunk_sizes = _trunk(trace, model, runs, ids, stack)
     layers = tuple(layer for _, layer in found)
     sizes: dict[str, Any] = trunk_sizes | common(layers)
@@ -135,7 +137,23 @@ def _keeps_residual(event: Event) -> bool:
     return heavy and not is_linear(event) and taken is not None and given is not None and taken[1].shape == given.shape
 
 
-def _block(trace: Trace, run: Event, stack: View | None) -> tuple[Part, LayerFacts]:
+def _check_tokens(model: PreTrainedModel, runs: Sequence[Event], n_pos: int) -> None:
+    shapes = [taken[1].shape for run in runs if (taken := hidden_input(run)) is not None]
+    if any(n_pos not in shape[:-1] or shape[-1] != shapes[-1][-1] for shape in shapes):
+        raise ModelError(
+            asked=f"the structure of {type(model).__name__}",
+            has="several stacks of blocks, over positions that are not all tokens or of different widths",
+            instead="load a model with one residual stream over its tokens",
+        )
+
+
+def _continues(before: Event, run: Event) -> bool:
+    """A block is handed just what the last one returned."""
+    given, taken = before.output(), hidden_input(run)
+    return given is not None and taken is not None and torch.equal(given.data, taken[1].data)
+
+
+def _block(trace: Trace, run: Event, stack: View | None, continues: bool) -> tuple[Part, LayerFacts]:
     scope = Scope(trace, run, stack)
     view = stack or View()
     slot, entering = scope.residual
@@ -175,6 +193,8 @@ def _block(trace: Trace, run: Event, stack: View | None) -> tuple[Part, LayerFac
         None if lane is None else lane.index,
         () if lane is None else lane.beyond,
         channel.formulas | added.formulas,
+        added.to_attn,
+        continues,
     )
     return part, LayerFacts(parallel=channel.parallel, **attention.facts, **channel.facts)
 
@@ -261,7 +281,7 @@ def _outputs(trace: Trace, n_pos: int) -> dict[str, tuple[ModuleSite, int]]:
             site, calls = found[event.name]
             found[event.name] = (site, calls + 1)
             continue
-        shared = isinstance(event.module, nn.Embedding) and event.inputs and event.inputs[0][1].tensor.dim() == 1
+        shared = isinstance(event.module, nn.Embedding) and value.tensor.dim() == 2
         layout = (
             "shared"
             if shared

@@ -21,7 +21,7 @@ def _attn_input(e: Evidence) -> list[Equation]:
     name = "attn_stream_collapse" if e.facts.n_streams > 1 else "resid_pre"
     if not e.has(name):
         return []
-    residual = e.get(name)
+    residual = e.moved(e.get(name), e.part.to_attn)
     normed = e.call("attn_norm", residual) if e.plays("attn_norm") else residual
     normed = normed * e.part.constants.get("attn_in_scale", 1.0)
     return [e.equal(e.get("attn_in"), normed, "attn_in", name)]

@@ -60,6 +60,8 @@ def _chain(e: Evidence) -> list[Equation]:
     found = []
     if e.layer == 0:
         found += _first_residual(e)
+    elif not e.part.continues:
+        found += _mid_sum(e) or _block_sum(e)
     else:
         before = e.at(e.layer - 1)
         link = (before.address("resid_post"),)
@@ -67,6 +69,8 @@ def _chain(e: Evidence) -> list[Equation]:
     if e.layer == e.last:
         return found + _final_norm(e)
     after = e.at(e.layer + 1)
+    if not after.part.continues:
+        return found
     link = (after.address("resid_pre"),)
     return [*found, e.equal(after.get("resid_pre"), e.get("resid_post"), "resid_post", others=link)]
 
