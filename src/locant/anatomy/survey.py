@@ -70,7 +70,7 @@ def survey(model: PreTrainedModel) -> Anatomy:
     table = next((e for e in trace.calls(trace.events) if _reads_ids(e, ids)), None)
     given = table.output() if table is not None else None
     stack = stack_view(trace, runs, ids.shape, None if given is None else given.shape[-1])
-    continues = [i > 0 and _continues(runs[i - 1], run) for i, run in enumerate(runs)]
+    continues = [i == 0 or _continues(runs[i - 1], run) for i, run in enumerate(runs)]
     found = [_block(trace, run, stack, continuing) for run, continuing in zip(runs, continues, strict=True)]
     trunk, entry, trunk_sizes = _trunk(trace, model, runs, ids, stack)
     layers = tuple(layer for _, layer in found)
