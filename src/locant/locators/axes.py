@@ -53,6 +53,8 @@ class ModelLayerLocation(StrEnum):
     MLP_OUT = "mlp.out"
 
 
+_AXES: dict[str, ModelAxis] = {axis.value: axis for axis in ModelAxis}
+
 POSITIONS = frozenset({ModelAxis.POSITION, ModelAxis.DESTINATION_POSITION, ModelAxis.SOURCE_POSITION})
 """The axes whose size is the prompt's."""
 
@@ -137,11 +139,10 @@ def axis_of(value: object, where: str) -> ModelAxis:
     Raises:
         LocatorError: it is no axis.
     """
-    try:
-        return ModelAxis(value)  # pyright: ignore[reportArgumentType] - whatever it is, the enum decides
-    except ValueError:
-        axes = ", ".join(axis for axis in ModelAxis if axis is not ModelAxis.ACTIVATION)
-        raise LocatorError(f"{where}: {value!r} is no axis", f"the axes are {axes}") from None
+    if isinstance(value, str) and value in _AXES:
+        return _AXES[value]
+    axes = ", ".join(axis for axis in ModelAxis if axis is not ModelAxis.ACTIVATION)
+    raise LocatorError(f"{where}: {value!r} is no axis", f"the axes are {axes}")
 
 
 def _address(text: str) -> str:
