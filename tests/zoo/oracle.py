@@ -1,0 +1,350 @@
+"""What plain Hugging Face says of a forward pass: claims about points, from its own outputs and hooks by name.
+
+Nothing of locant is used: modules are found by the names that transformers' modeling files give them, and a family
+whose names are not in these tables makes fewer claims. Each claim names the recipe it comes from.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+_TOWERS = ("vision", "visual", "audio", "image", "patcher", "speech", "codec", "talker", "token2wav")
+_LISTS = ("layers", "h", "blocks", "layer", "block")
+_ATTENTION = "self_attn attn.attention attn self_attention norm_attn_norm.attn attention.self attention"
+_OTHER_MIXERS = "linear_attn mamba conv temporal_block mixer short_conv"
+_OUT = "o_proj out_proj dense c_proj wo Wo resid_out o_b_proj linear_out attention_out"
+_QUERY, _KEY, _VALUE = "q_proj q_b_proj wq query", "k_proj wk key", "v_proj wv value"
+_GATE = "gate_proj g_proj"
+_QK_NORMS = {"q": "q_norm q_layernorm query_layernorm", "k": "k_norm k_layernorm key_layernorm"}
+_MLP = "mlp feed_forward ffn block_sparse_moe moe ff feedforward"
+_DOWN = "down_proj c_proj fc2 dense_4h_to_h wo fc_out w2 dense_2 proj_2 linear_2 layer_2 out_proj"
+_UP, _BRANCHES = "up_proj fc1 c_fc dense_h_to_4h fc_in layer_1", ("gate_proj w1 wi_0", "up_proj w3 wi_1")
+_NORM_BEFORE_MLP = (
+    "pre_feedforward_layernorm pre_ff_layernorm pre_mlp_layernorm pre_moe_layernorm ln_2 ffn_norm norm2 ln2 mlp_norm "
+    "norm_attn_norm.norm_2 post_attention_layernorm final_layer_norm post_attn_norm"
+)
+_NORM_OF_SUM = "self_attn_layer_norm attention.output.LayerNorm ln_1"
+_FINAL_NORM = "norm final_layernorm final_layer_norm ln_f norm_f layer_norm final_norm ln_out"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The point at `address` is `value` ``[batch, pos, ...]``, says `recipe`.
+
+    ``a.0+b.0`` claims a sum of points, ``a#2`` the third layer that has the point at all, and `through` what to do
+    with the point first.
+    """
+
+    address: str
+    recipe: str
+    value: Tensor
+    through: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass
+class Call:
+    """One call of a module: copies of what went in and came out; `start` and `end` say which calls it encloses."""
+
+    name: str
+    start: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    end: int = -1
+    out: Any = None
+
+    @property
+    def given(self) -> Tensor | None:
+        """The hidden states that go in."""
+        named = (self.kwargs.get(k) for k in ("hidden_states", "x", "hidden_state", "input", "inputs"))
+        return next((v for v in (*self.args, *named) if isinstance(v, Tensor) and v.is_floating_point()), None)
+
+    @property
+    def result(self) -> Tensor | None:
+        """The first tensor that comes out."""
+        out = self.out if isinstance(self.out, tuple) else (self.out,)
+        return next((v for v in out if isinstance(v, Tensor)), None)
+
+
+@dataclass
+class Attended:
+    """What one call of the attention function got and gave, and how many modules had been entered by then."""
+
+    start: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weights: Tensor | None
+
+
+@dataclass
+class Record:
+    """One forward, seen by hooks on every module and, where the family allows it, by its attention function."""
+
+    output: Any
+    calls: list[Call] = field(default_factory=list)
+    attended: list[Attended] = field(default_factory=list)
+
+
+def claims(model: PreTrainedModel, ids: Tensor) -> list[Claim]:
+    """Everything the recipes can say of `model` on `ids` ``[batch, pos]``."""
+    record = _record(model, ids)
+    blocks = _blocks(model, record)
+    found = [*_trunk(model, record, blocks)]
+    for layer, block in enumerate(blocks):
+        found += _Block(record, block, layer, tuple(ids.shape)).claims()
+    return found + [*_outputs(model, blocks, ids)]
+
+
+# ---- one forward
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_copy, value))
+    return None
+
+
+def _record(model: PreTrainedModel, ids: Tensor) -> Record:
+    record, open_calls = Record(None), []
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            call = Call(name, len(record.calls), _copy(args), {k: _copy(v) for k, v in kwargs.items()})
+            record.calls.append(call)
+            open_calls.append(call)
+
+        return hook
+
+    def after(_: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        call = open_calls.pop()
+        call.end, call.out = len(record.calls), _copy(out)
+
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    with torch.no_grad():
+        record.output = model(input_ids=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    _watch_attention(model, ids, record)
+    return record
+
+
+def _watch_attention(model: PreTrainedModel, ids: Tensor, record: Record) -> None:
+    """A second forward through a registered attention function; of no use where it changes what is computed."""
+    entered = [0]
+
+    def count(*_: object) -> None:
+        entered[0] += 1
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        out, weights = vars(sys.modules[type(module).__module__])["eager_attention_forward"](
+            module, query, key, value, mask, **options
+        )
+        record.attended.append(Attended(entered[0] - 1, *_copy((query, key, value)), _copy(weights)))
+        return out, weights
+
+    AttentionInterface.register("eager_watched", attend)
+    AttentionMaskInterface.register("eager_watched", eager_mask)
+    before = model.config._attn_implementation
+    handles = [module.register_forward_pre_hook(count) for module in model.modules()]
+    try:
+        model.set_attn_implementation("eager_watched")
+        with torch.no_grad():
+            again = model(input_ids=ids, use_cache=False).logits
+        if not torch.equal(again, record.output.logits):
+            record.attended.clear()
+    except (ValueError, KeyError, RuntimeError, TypeError, AttributeError):
+        record.attended.clear()
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.set_attn_implementation(before)
+
+
+def _blocks(model: PreTrainedModel, record: Record) -> list[Call]:
+    """The calls of the elements of the outermost lists of layers, in order."""
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.rpartition(".")[2] in _LISTS]
+    lists = [n for n in lists if not any(word in n for word in _TOWERS)]
+    outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
+    return [c for c in record.calls if c.name.rpartition(".")[0] in outer and c.name.rpartition(".")[2].isdigit()]
+
+
+# ---- recipes
+
+
+def _trunk(model: PreTrainedModel, record: Record, blocks: Sequence[Call]) -> Iterator[Claim]:
+    paths = {module: name for name, module in model.named_modules()}
+    yield Claim("logits", "model(ids).logits", record.output.logits)
+    if not blocks:
+        return
+    before, after = record.calls[: blocks[0].start], record.calls[blocks[-1].end :]
+    for point, module, calls in (
+        ("embeddings", model.get_input_embeddings(), before),
+        ("lm_head", model.get_output_embeddings(), after[::-1]),
+    ):
+        call = next((c for c in calls if module is not None and c.name == paths.get(module)), None)
+        if call is not None and call.result is not None:
+            yield Claim(point, f"output of {call.name}", call.result)
+    for call in after:
+        trunk, _, leaf = call.name.rpartition(".")
+        if leaf in _FINAL_NORM.split() and blocks[-1].name.startswith(trunk) and call.result is not None:
+            yield Claim("final_norm", f"output of {call.name}", call.result)
+            return
+
+
+def _outputs(model: PreTrainedModel, blocks: Sequence[Call], ids: Tensor) -> Iterator[Claim]:
+    """What the model itself returns on request."""
+
+    def asked(**option: bool) -> list[Tensor]:
+        (name,) = option
+        try:
+            with torch.no_grad():
+                output = model(input_ids=ids, use_cache=False, **option)
+        except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError, IndexError, KeyError):
+            return []
+        values = getattr(output, name.removeprefix("output_"), None) or ()
+        return [value for value in values if isinstance(value, Tensor)]
+
+    states = asked(output_hidden_states=True)
+    if len(states) == len(blocks) + 1:
+        for layer, state in enumerate(states[:-1]):
+            yield Claim(f"resid_pre.{layer}", "output_hidden_states", state)
+    for index, weights in enumerate(asked(output_attentions=True)):
+        yield Claim(f"attn_probs#{index}", "output_attentions", weights)
+        scaled = weights[..., : ids.shape[1]]
+        scaled = scaled / scaled.sum(-1, keepdim=True)
+        yield Claim(f"attn_scores#{index}", "output_attentions", scaled, lambda scores: scores.softmax(-1))
+    for index, logits in enumerate(asked(output_router_logits=True)):
+        yield Claim(f"router_logits#{index}", "output_router_logits", logits.reshape(*ids.shape, -1))
+
+
+class _Block:
+    """The recipes for one call of one block."""
+
+    def __init__(self, record: Record, block: Call, layer: int, shape: tuple[int, ...]) -> None:
+        self.record, self.block, self.layer, self.shape = record, block, layer, shape
+        enclosed = record.calls[block.start + 1 : block.end]
+        self.inside = {c.name[len(block.name) + 1 :]: c for c in reversed(enclosed)}
+
+    def claims(self) -> list[Claim]:
+        pre, post = self.block.given, self.block.result
+        found = [*self.claim("resid_pre", "input of the block", pre)]
+        found += self.claim("resid_post", "output of the block", post)
+        attention = self.find(_ATTENTION)
+        mixer = attention or self.find(_OTHER_MIXERS)
+        if mixer is not None:
+            found += self.claim("attn_in", "input of the mixer", mixer.given)
+        if attention is not None:
+            found += self._attention(attention)
+        elif mixer is not None:
+            found += self.claim("attn_out", "output of the mixer", mixer.result)
+        mlp = self.find(_MLP)
+        found += self._spread() if mlp is None else self._mlp(mlp)
+        return found + [*self._residual(mixer, mlp or self.find("fc1 intermediate.dense"), pre, post)]
+
+    def find(self, names: str, within: str = "") -> Call | None:
+        return next((self.inside[within + name] for name in names.split() if within + name in self.inside), None)
+
+    def path(self, call: Call) -> str:
+        return call.name[len(self.block.name) + 1 :]
+
+    def claim(self, point: str, recipe: str, value: Tensor | None) -> Iterator[Claim]:
+        """A claim, if `value` has one row per token, flat or not."""
+        batch, pos = self.shape
+        if value is not None and value.shape[:2] == self.shape:
+            yield Claim(f"{point}.{self.layer}", recipe, value)
+        elif value is not None and value.shape[0] == batch * pos:
+            yield Claim(f"{point}.{self.layer}", recipe, value.reshape(batch, pos, -1))
+
+    def _residual(self, mixer: Call | None, mlp: Call | None, pre: Any, post: Any) -> Iterator[Claim]:
+        """Sums, where nothing but attention and MLP adds to the residual."""
+        if mixer is None or mlp is None or pre is None or post is None or pre.shape != post.shape:
+            return
+        norm = self.find(_NORM_BEFORE_MLP)
+        if norm is None or not mixer.end <= norm.start < mlp.start + 2 or norm.given is None:
+            norm = self.find(_NORM_OF_SUM)
+        reads_sum = norm is not None and mixer.end <= norm.start and norm.given is not None
+        mid = norm.given.view_as(pre) if reads_sum and norm.given.numel() == pre.numel() else None
+        if mid is None or torch.equal(mid, pre):
+            yield Claim(f"attn_out_post.{self.layer}+mlp_out_post.{self.layer}", "resid_post - resid_pre", post - pre)
+            return
+        yield from self.claim("resid_mid", "input of the norm after the sum", mid)
+        yield from self.claim("attn_out_post", "resid_mid - resid_pre", mid - pre)
+        if norm.start < mlp.start + 2 and norm.name.rpartition(".")[2] not in _NORM_OF_SUM:
+            yield from self.claim("mlp_out_post", "resid_post - resid_mid", post - mid)
+
+    def _attention(self, attention: Call) -> Iterator[Claim]:
+        within = f"{self.path(attention)}."
+        out = self.find(_OUT, within)
+        if within.endswith("attention.self."):
+            out = self.find("attention.output.dense")
+        if out is not None:
+            yield from self.claim("attn_out", "output of the output projection", out.result)
+            yield from self.claim("z", "input of the output projection", out.given)
+        for point, names in (("query", _QUERY), ("key", _KEY), ("value", _VALUE), ("attn_gate", _GATE)):
+            call = self.find(names, within)
+            if call is not None:
+                yield from self.claim(point, "output of the projection", call.result)
+                if point == "query":
+                    yield from self.claim("attn_gate", "output of the projection", call.result)
+        for side, names in _QK_NORMS.items():
+            call = self.find(names, within)
+            if call is not None and call.given is not None and call.result is not None:
+                yield Claim(f"{side}_norm_in.{self.layer}", "input of QK-norm", call.given)
+                yield Claim(f"{side}_norm_out.{self.layer}", "output of QK-norm", call.result)
+        calls = [a for a in self.record.attended if attention.start <= a.start < attention.end]
+        if len(calls) == 1:
+            yield from self._attended(calls[0])
+
+    def _attended(self, call: Attended) -> Iterator[Claim]:
+        for point, value in (("query_rotated", call.query), ("key_rotated", call.key), ("value", call.value)):
+            yield Claim(f"{point}.{self.layer}", "argument of the attention function", value)
+        if call.weights is not None:
+            yield Claim(f"attn_probs.{self.layer}", "weights of the attention function", call.weights)
+
+    def _spread(self) -> Iterator[Claim]:
+        """An MLP whose projections are children of the block."""
+        up, down = self.find("fc1 intermediate.dense"), self.find("fc2 output.dense")
+        if up is not None and down is not None:
+            yield from self.claim("mlp_in", "input of the up projection", up.given)
+            yield from self.claim("mlp_pre", "output of the up projection", up.result)
+            yield from self.claim("mlp_act", "input of the down projection", down.given)
+            yield from self.claim("mlp_out", "output of the down projection", down.result)
+
+    def _mlp(self, mlp: Call) -> Iterator[Claim]:
+        within = f"{self.path(mlp)}."
+        yield from self.claim("mlp_in", "input of the MLP", mlp.given)
+        shared = self.find("shared_mlp")
+        down = self.find(_DOWN, within)
+        if down is not None:
+            yield from self.claim("mlp_act", "input of the down projection", down.given)
+            yield from self.claim("mlp_out", "output of the down projection", down.result)
+            gate, up = (self.find(names, within) for names in _BRANCHES)
+            if gate is not None and up is not None:
+                yield from self.claim("mlp_pre", "output of the gate projection", gate.result)
+                yield from self.claim("mlp_pre_linear", "output of the up projection", up.result)
+            elif (up := self.find(_UP, within)) is not None:
+                yield from self.claim("mlp_pre", "output of the up projection", up.result)
+        elif mlp.result is not None:
+            whole = mlp.result if shared is None or shared.result is None else mlp.result + shared.result
+            yield from self.claim("mlp_out", "output of the MLP", whole)
+            yield from self._experts(mlp)
+
+    def _experts(self, mlp: Call) -> Iterator[Claim]:
+        """The experts are handed tokens, indices and weights."""
+        for call in self.record.calls[mlp.start + 1 : mlp.end]:
+            values = [v for v in (*call.args, *call.kwargs.values()) if isinstance(v, Tensor)]
+            if call.name.rpartition(".")[2] == "experts" and len(values) == 3:
+                for value in values[1:]:
+                    point = "expert_weights" if value.is_floating_point() else "expert_indices"
+                    yield Claim(f"{point}.{self.layer}", "argument of the experts", value.reshape(*self.shape, -1))
