@@ -19,7 +19,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from zoo.sizes import ABSENT, FAMILIES, PAIRS, SIZES, TEXT, TOKENS, TOWER
 
 CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-_WITH_IMAGES = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+_WITH_IMAGES = (
+    modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+)
 MULTIMODAL: dict[str, str] = {name: cls for name, cls in _WITH_IMAGES.items() if name not in CAUSAL}
 VARIANTS = [name for name in FAMILIES if ":" in name]
 
@@ -79,14 +81,17 @@ def _config(family: str) -> PreTrainedConfig:
 
 
 def _sizes(cls: type[PreTrainedConfig], own: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
-    """What `cls` is told: the sizes of `table` it knows, no dropout, one layer of each kind, and `own` over all that."""
+    """What `cls` is told: the sizes of `table` it knows, no dropout, a layer of each kind, and `own` over that."""
     known = {f.name: None if f.default is MISSING else f.default for f in fields(cls)}
+    lists = {f.name for f in fields(cls) if str(f.type).startswith(("list", "tuple"))}
     default = _default(cls)
     optional = {"q_lora_rank"}
     sizes = {
         name: size
         for name, size in (table | TOKENS).items()
-        if name in known and not isinstance(known[name], bool) and not (name in optional and known[name] is None)
+        if name in known.keys() - lists
+        and not isinstance(known[name], bool)
+        and not (name in optional and known[name] is None)
     }
     sizes |= {name: type(value)(0) for name, value in known.items() if _drops(name) and type(value) in (int, float)}
     if table is SIZES and default is not None:

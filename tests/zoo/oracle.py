@@ -6,31 +6,39 @@ whose names are not in these tables makes fewer claims. Each claim names the rec
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers import PreTrainedModel
 
 _TOWERS = ("vision", "visual", "audio", "image", "patcher", "speech", "codec", "talker", "token2wav")
 _LISTS = ("layers", "h", "blocks", "layer", "block")
-_ATTENTION = "self_attn attn.attention attn self_attention norm_attn_norm.attn attention.self attention"
-_OTHER_MIXERS = "linear_attn mamba conv temporal_block mixer short_conv"
+_ATTENTION = (
+    "self_attn attn.attention attn self_attention norm_attn_norm.attn attention.self attention "
+    "multi_head_attention temporal_block"
+)
+_OTHER_MIXERS = "linear_attn mamba conv mixer short_conv mlstm_layer"
 _OUT = "o_proj out_proj dense c_proj wo Wo resid_out o_b_proj linear_out attention_out"
 _QUERY, _KEY, _VALUE = "q_proj q_b_proj wq query", "k_proj wk key", "v_proj wv value"
 _GATE = "gate_proj g_proj"
 _QK_NORMS = {"q": "q_norm q_layernorm query_layernorm", "k": "k_norm k_layernorm key_layernorm"}
-_MLP = "mlp feed_forward ffn block_sparse_moe moe ff feedforward"
+_MLP = "mlp mlp_block feed_forward ffn block_sparse_moe moe ff feedforward mixer"
 _DOWN = "down_proj c_proj fc2 dense_4h_to_h wo fc_out w2 dense_2 proj_2 linear_2 layer_2 out_proj"
+_FUSED = "gate_up_proj Wi fc1"
 _UP, _BRANCHES = "up_proj fc1 c_fc dense_h_to_4h fc_in layer_1", ("gate_proj w1 wi_0", "up_proj w3 wi_1")
 _NORM_BEFORE_MLP = (
     "pre_feedforward_layernorm pre_ff_layernorm pre_mlp_layernorm pre_moe_layernorm ln_2 ffn_norm norm2 ln2 mlp_norm "
     "norm_attn_norm.norm_2 post_attention_layernorm final_layer_norm post_attn_norm"
 )
 _NORM_OF_SUM = "self_attn_layer_norm attention.output.LayerNorm ln_1"
-_FINAL_NORM = "norm final_layernorm final_layer_norm ln_f norm_f layer_norm final_norm ln_out"
+_NORM_OF_SECOND_SUM = "final_layer_norm output.LayerNorm ln_2"
+_FINAL_NORM = (
+    "norm final_layernorm final_layer_norm ln_f norm_f layer_norm final_norm ln_out embedding_norm layernorm_embedding "
+    "ln layernorm LayerNorm out_norm"
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Call:
 
 @dataclass
 class Attended:
-    """What one call of the attention function got and gave, and how many modules had been entered by then."""
+    """What one call of the attention function got and gave, after `start` calls of modules."""
 
     start: int
     query: Tensor
@@ -91,14 +99,15 @@ class Record:
     attended: list[Attended] = field(default_factory=list)
 
 
+@torch.no_grad()
 def claims(model: PreTrainedModel, ids: Tensor) -> list[Claim]:
     """Everything the recipes can say of `model` on `ids` ``[batch, pos]``."""
     record = _record(model, ids)
     blocks = _blocks(model, record)
     found = [*_trunk(model, record, blocks)]
     for layer, block in enumerate(blocks):
-        found += _Block(record, block, layer, tuple(ids.shape)).claims()
-    return found + [*_outputs(model, blocks, ids)]
+        found += _Block(model, record, block, layer, ids.shape).claims()
+    return [*found, *_outputs(model, blocks, ids)]
 
 
 # ---- one forward
@@ -131,44 +140,34 @@ def _record(model: PreTrainedModel, ids: Tensor) -> Record:
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
-    with torch.no_grad():
+    with _attention_watched(model, record):
         record.output = model(input_ids=ids, use_cache=False)
     for handle in handles:
         handle.remove()
-    _watch_attention(model, ids, record)
     return record
 
 
-def _watch_attention(model: PreTrainedModel, ids: Tensor, record: Record) -> None:
-    """A second forward through a registered attention function; of no use where it changes what is computed."""
-    entered = [0]
+@contextmanager
+def _attention_watched(model: PreTrainedModel, record: Record) -> Iterator[None]:
+    """Look at the arguments of ``eager_attention_forward`` in every modeling file that has one."""
+    files = [vars(sys.modules[name]) for name in {type(module).__module__ for module in model.modules()}]
+    originals = [(file, file["eager_attention_forward"]) for file in files if "eager_attention_forward" in file]
 
-    def count(*_: object) -> None:
-        entered[0] += 1
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
+            out = original(module, query, key, value, *rest, **options)
+            record.attended.append(Attended(len(record.calls), *_copy((query, key, value, out[1]))))
+            return out
 
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-        out, weights = vars(sys.modules[type(module).__module__])["eager_attention_forward"](
-            module, query, key, value, mask, **options
-        )
-        record.attended.append(Attended(entered[0] - 1, *_copy((query, key, value)), _copy(weights)))
-        return out, weights
+        return attend
 
-    AttentionInterface.register("eager_watched", attend)
-    AttentionMaskInterface.register("eager_watched", eager_mask)
-    before = model.config._attn_implementation
-    handles = [module.register_forward_pre_hook(count) for module in model.modules()]
     try:
-        model.set_attn_implementation("eager_watched")
-        with torch.no_grad():
-            again = model(input_ids=ids, use_cache=False).logits
-        if not torch.equal(again, record.output.logits):
-            record.attended.clear()
-    except (ValueError, KeyError, RuntimeError, TypeError, AttributeError):
-        record.attended.clear()
+        for file, original in originals:
+            file["eager_attention_forward"] = watched(original)
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
-        model.set_attn_implementation(before)
+        for file, original in originals:
+            file["eager_attention_forward"] = original
 
 
 def _blocks(model: PreTrainedModel, record: Record) -> list[Call]:
@@ -208,15 +207,15 @@ def _outputs(model: PreTrainedModel, blocks: Sequence[Call], ids: Tensor) -> Ite
     def asked(**option: bool) -> list[Tensor]:
         (name,) = option
         try:
-            with torch.no_grad():
-                output = model(input_ids=ids, use_cache=False, **option)
+            output = model(input_ids=ids, use_cache=False, **option)
         except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError, IndexError, KeyError):
             return []
         values = getattr(output, name.removeprefix("output_"), None) or ()
         return [value for value in values if isinstance(value, Tensor)]
 
     states = asked(output_hidden_states=True)
-    if len(states) == len(blocks) + 1:
+    # some families list the residual after each block, not before it
+    if len(states) == len(blocks) + 1 and blocks and torch.equal(states[0], blocks[0].given):
         for layer, state in enumerate(states[:-1]):
             yield Claim(f"resid_pre.{layer}", "output_hidden_states", state)
     for index, weights in enumerate(asked(output_attentions=True)):
@@ -231,8 +230,8 @@ def _outputs(model: PreTrainedModel, blocks: Sequence[Call], ids: Tensor) -> Ite
 class _Block:
     """The recipes for one call of one block."""
 
-    def __init__(self, record: Record, block: Call, layer: int, shape: tuple[int, ...]) -> None:
-        self.record, self.block, self.layer, self.shape = record, block, layer, shape
+    def __init__(self, model: PreTrainedModel, record: Record, block: Call, layer: int, shape: Sequence[int]) -> None:
+        self.model, self.record, self.block, self.layer, self.shape = model, record, block, layer, tuple(shape)
         enclosed = record.calls[block.start + 1 : block.end]
         self.inside = {c.name[len(block.name) + 1 :]: c for c in reversed(enclosed)}
 
@@ -250,7 +249,7 @@ class _Block:
             found += self.claim("attn_out", "output of the mixer", mixer.result)
         mlp = self.find(_MLP)
         found += self._spread() if mlp is None else self._mlp(mlp)
-        return found + [*self._residual(mixer, mlp or self.find("fc1 intermediate.dense"), pre, post)]
+        return [*found, *self._residual(mixer, mlp or self.find("fc1 intermediate.dense"), pre, post)]
 
     def find(self, names: str, within: str = "") -> Call | None:
         return next((self.inside[within + name] for name in names.split() if within + name in self.inside), None)
@@ -267,24 +266,53 @@ class _Block:
             yield Claim(f"{point}.{self.layer}", recipe, value.reshape(batch, pos, -1))
 
     def _residual(self, mixer: Call | None, mlp: Call | None, pre: Any, post: Any) -> Iterator[Claim]:
-        """Sums, where nothing but attention and MLP adds to the residual."""
-        if mixer is None or mlp is None or pre is None or post is None or pre.shape != post.shape:
+        """What each part added, from the residual before and after it."""
+        if pre is None or post is None or pre.shape != post.shape:
             return
-        norm = self.find(_NORM_BEFORE_MLP)
-        if norm is None or not mixer.end <= norm.start < mlp.start + 2 or norm.given is None:
-            norm = self.find(_NORM_OF_SUM)
-        reads_sum = norm is not None and mixer.end <= norm.start and norm.given is not None
-        mid = norm.given.view_as(pre) if reads_sum and norm.given.numel() == pre.numel() else None
-        if mid is None or torch.equal(mid, pre):
+        if mixer is None or mlp is None or mixer is mlp:
+            yield from self.claim("attn_out_post", "resid_post - resid_pre", post - pre)
+            yield from self.claim("mlp_out_post", "resid_post - resid_pre", post - pre)
+            return
+        carried_to_mid, carried_to_post = CARRIED.get(self.family, (_as_it_is, _as_it_is))
+        mid, second = self._middle(mixer, mlp)
+        if mid is None or mid.numel() != pre.numel() or torch.equal(mid.view_as(pre), pre):
             yield Claim(f"attn_out_post.{self.layer}+mlp_out_post.{self.layer}", "resid_post - resid_pre", post - pre)
             return
+        mid = mid.view_as(pre)
         yield from self.claim("resid_mid", "input of the norm after the sum", mid)
-        yield from self.claim("attn_out_post", "resid_mid - resid_pre", mid - pre)
-        if norm.start < mlp.start + 2 and norm.name.rpartition(".")[2] not in _NORM_OF_SUM:
-            yield from self.claim("mlp_out_post", "resid_post - resid_mid", post - mid)
+        if carried_to_mid is not None:
+            yield from self.claim("attn_out_post", "resid_mid - resid_pre", mid - carried_to_mid(self, pre))
+        if second is not None:
+            yield from self.claim("mlp_out_post", "sum before the second norm - output of the first", second)
+        elif carried_to_post is not None:
+            yield from self.claim("mlp_out_post", "resid_post - resid_mid", post - carried_to_post(self, mid))
+
+    def _middle(self, mixer: Call, mlp: Call) -> tuple[Tensor | None, Tensor | None]:
+        """The residual between attention and MLP, and what the MLP adds where a norm follows each sum."""
+        if self.find("post_feedforward_layernorm") and not self.find("pre_feedforward_layernorm"):
+            return mlp.given, None
+        norm = self.find(_NORM_BEFORE_MLP)
+        if norm is not None and mixer.end <= norm.start < mlp.start + 2:
+            return norm.given, None
+        first, second = self.find(_NORM_OF_SUM), self.find(_NORM_OF_SECOND_SUM)
+        if first is None or second is None or second.start < mlp.start or None in (first.result, second.given):
+            return None, None
+        return first.given, second.given - first.result
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.get_submodule(self.block.name)
+
+    @property
+    def family(self) -> str:
+        """What `CARRIED` calls the model."""
+        config = self.model.config
+        post = "_post" if getattr(config, "apply_residual_connection_post_layernorm", False) else ""
+        return self.model.config.get_text_config().model_type + post
 
     def _attention(self, attention: Call) -> Iterator[Claim]:
         within = f"{self.path(attention)}."
+        calls = [a for a in self.record.attended if attention.start < a.start <= attention.end]
         out = self.find(_OUT, within)
         if within.endswith("attention.self."):
             out = self.find("attention.output.dense")
@@ -293,16 +321,14 @@ class _Block:
             yield from self.claim("z", "input of the output projection", out.given)
         for point, names in (("query", _QUERY), ("key", _KEY), ("value", _VALUE), ("attn_gate", _GATE)):
             call = self.find(names, within)
-            if call is not None:
-                yield from self.claim(point, "output of the projection", call.result)
-                if point == "query":
-                    yield from self.claim("attn_gate", "output of the projection", call.result)
+            if call is not None and call.result is not None and not (point == "value" and calls):
+                with_gate = point == "query" and out is not None and call.result.shape[-1] == 2 * out.given.shape[-1]
+                yield from self.claim("attn_gate" if with_gate else point, "output of the projection", call.result)
         for side, names in _QK_NORMS.items():
             call = self.find(names, within)
             if call is not None and call.given is not None and call.result is not None:
                 yield Claim(f"{side}_norm_in.{self.layer}", "input of QK-norm", call.given)
                 yield Claim(f"{side}_norm_out.{self.layer}", "output of QK-norm", call.result)
-        calls = [a for a in self.record.attended if attention.start <= a.start < attention.end]
         if len(calls) == 1:
             yield from self._attended(calls[0])
 
@@ -324,7 +350,7 @@ class _Block:
     def _mlp(self, mlp: Call) -> Iterator[Claim]:
         within = f"{self.path(mlp)}."
         yield from self.claim("mlp_in", "input of the MLP", mlp.given)
-        shared = self.find("shared_mlp")
+        shared, last_norm = self.find("shared_mlp"), self.find("post_mlp_layernorm", within)
         down = self.find(_DOWN, within)
         if down is not None:
             yield from self.claim("mlp_act", "input of the down projection", down.given)
@@ -333,10 +359,14 @@ class _Block:
             if gate is not None and up is not None:
                 yield from self.claim("mlp_pre", "output of the gate projection", gate.result)
                 yield from self.claim("mlp_pre_linear", "output of the up projection", up.result)
+            elif (up := self.find(_FUSED, within)) and up.result.shape[-1] == 2 * down.given.shape[-1]:
+                for point, half in zip(("mlp_pre", "mlp_pre_linear"), up.result.chunk(2, -1), strict=True):
+                    yield from self.claim(point, "half of the fused projection", half)
             elif (up := self.find(_UP, within)) is not None:
                 yield from self.claim("mlp_pre", "output of the up projection", up.result)
         elif mlp.result is not None:
             whole = mlp.result if shared is None or shared.result is None else mlp.result + shared.result
+            whole = whole if last_norm is None else last_norm.given
             yield from self.claim("mlp_out", "output of the MLP", whole)
             yield from self._experts(mlp)
 
@@ -348,3 +378,57 @@ class _Block:
                 for value in values[1:]:
                     point = "expert_weights" if value.is_floating_point() else "expert_indices"
                     yield Claim(f"{point}.{self.layer}", "argument of the experts", value.reshape(*self.shape, -1))
+
+
+# ---- families whose blocks do more than add
+
+
+def _as_it_is(_: _Block, residual: Tensor) -> Tensor:
+    return residual
+
+
+def _beam(index: int) -> Callable[[_Block, Tensor], Tensor]:
+    """Each sum multiplies the residual by √((n - 1) / n), n counting the sums."""
+
+    def carried(block: _Block, residual: Tensor) -> Tensor:
+        n = 2 * (block.layer + 1) + index
+        return residual * ((n - 1) / n) ** 0.5
+
+    return carried
+
+
+def _weighed(name: str) -> Callable[[_Block, Tensor], Tensor]:
+    return lambda block, residual: getattr(block.module, name) * residual
+
+
+def _normed(norm: str, factor: str = "") -> Callable[[_Block, Tensor], Tensor]:
+    def carried(block: _Block, residual: Tensor) -> Tensor:
+        scale = getattr(block.module, factor) if factor else 1.0
+        return scale * getattr(block.module, norm)(residual)
+
+    return carried
+
+
+def _first_normed(block: _Block, residual: Tensor) -> Tensor:
+    return block.module.pre_ln(residual) if block.layer == 0 else residual
+
+
+def _with_mamba(block: _Block, residual: Tensor) -> Tensor:
+    return residual + block.inside["mamba"].result * block.module.ssm_out_multiplier
+
+
+CARRIED: dict[str, tuple[Callable[[_Block, Tensor], Tensor] | None, Callable[[_Block, Tensor], Tensor] | None]] = {
+    "beam": (_beam(0), _beam(1)),
+    "doge": (_weighed("input_residual"), _weighed("post_attention_residual")),
+    "minimax": (
+        _normed("input_layernorm", "attn_alpha_factor"),
+        _normed("post_attention_layernorm", "mlp_alpha_factor"),
+    ),
+    "bloom_post": (_normed("input_layernorm"), _normed("post_attention_layernorm")),
+    "rwkv": (_first_normed, _as_it_is),
+    "falcon_h1": (_with_mamba, _as_it_is),
+    # an embedding per layer is added and the whole is scaled after the MLP
+    "gemma4_text": (_as_it_is, None),
+    "gemma4_unified_text": (_as_it_is, None),
+}
+"""What each sum starts from, after attention and after the MLP, where it is not the residual; None: see there."""

@@ -8,13 +8,13 @@ ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "ABSENT", "__deepcopy__"
 WIDTH, HEADS, KV_HEADS, HEAD, NEURONS, VOCABULARY, CONTEXT = 64, 4, 2, 24, 96, 128, 128
 EXPERT, SHARED, EXPERTS, WINDOW = 48, 40, 6, 4
 
-TOKENS = dict.fromkeys("sep_token_id cls_token_id mask_token_id unk_token_id eod_token_id forced_eos_token_id".split(), 3)
+TOKENS = dict.fromkeys(
+    "sep_token_id cls_token_id mask_token_id unk_token_id eod_token_id forced_eos_token_id".split(), 3
+)
 TOKENS |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 PAIRS = ("layer_types", "mlp_layer_types")
-TEXT = frozenset(
-    "text_config decoder llm_config language_config thinker_config qwen2_config qwen_config".split()
-)
+TEXT = frozenset("text_config decoder llm_config language_config thinker_config qwen2_config qwen_config".split())
 """The fields that hold the config of a text tower."""
 
 
@@ -43,17 +43,44 @@ SIZES: dict[str, Any] = {
     **_alike(1, "n_group topk_group num_expert_group num_limited_groups"),
     **_alike(1, "n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers"),
     # latent attention and its index of keys
-    **{"q_lora_rank": 20, "kv_lora_rank": 28, "o_lora_rank": 12, "o_groups": 2},
-    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "qk_head_dim": 20, "v_head_dim": 16},
-    **{"index_head_dim": 16, "index_n_heads": 2, "index_topk": 4},
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "o_lora_rank": 12,
+    "o_groups": 2,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "qk_head_dim": 20,
+    "v_head_dim": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 4,
     **_alike(WINDOW, "sliding_window sliding_window_size window_size attention_chunk_size attention_window_size"),
-    **{"local_attention": 8, "rotary_dim": 8, "d_rel": 4, "rel_extent": 16, "type_vocab_size": 2},
+    "local_attention": 8,
+    "rotary_dim": 8,
+    "d_rel": 4,
+    "rel_extent": 16,
+    "type_vocab_size": 2,
     # linear attention and state spaces
-    **{"linear_conv_kernel_dim": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 14},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_head_dim": 16, "linear_num_heads": 4},
-    **{"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_heads": 8, "mamba_d_head": 16},
-    **{"mamba_n_groups": 1, "mamba_chunk_size": 8, "mamba_d_ssm": 128, "mamba_num_heads": 8, "mamba_head_dim": 16},
-    **{"state_size": 8, "ssm_state_size": 8, "chunk_size": 8},
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 14,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "mamba_d_ssm": 128,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "state_size": 8,
+    "ssm_state_size": 8,
+    "chunk_size": 8,
 }
 """A text tower's sizes by field name; no two that could be confused are equal."""
 
@@ -63,7 +90,9 @@ TOWER: dict[str, Any] = {
     **_alike(2, "encoder_attention_heads num_key_value_heads"),
     **_alike(48, "intermediate_size encoder_ffn_dim mlp_dim"),
     **_alike(WIDTH, "out_hidden_size output_dim vision_output_dim"),
-    **{"image_size": 28, "patch_size": 14, "head_dim": 16},
+    "image_size": 28,
+    "patch_size": 14,
+    "head_dim": 16,
 }
 """The sizes of a tower for images or sound, which these tests never run."""
 
@@ -168,12 +197,25 @@ _of("gemma3n_text", activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0])
 _ASSISTED = {"num_kv_shared_layers": 4, "final_logit_softcapping": ABSENT}
 _of("gemma4_assistant gemma4_unified_assistant", backbone_hidden_size=48, num_centroids=8)
 _of("gemma4_assistant gemma4_unified_assistant", centroid_intermediate_top_k=2)
-_of("gemma4_assistant", text_config={**_ASSISTED, "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0})
+_of(
+    "gemma4_assistant",
+    text_config={
+        **_ASSISTED,
+        "model_type": "gemma4_text",
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+    },
+)
 _of("gemma4_unified_assistant", text_config={**_ASSISTED, "model_type": "gemma4_unified_text"})
 
 # ---- latent attention
-_of("axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa", num_key_value_heads=HEADS)
-_of("kimi_linear minicpm3 sarvam_mla youtu longcat_flash mistral4 dots3_note_text hy_v4 kimi_k2", num_key_value_heads=HEADS)
+_of(
+    "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa", num_key_value_heads=HEADS
+)
+_of(
+    "kimi_linear minicpm3 sarvam_mla youtu longcat_flash mistral4 dots3_note_text hy_v4 kimi_k2",
+    num_key_value_heads=HEADS,
+)
 _of("axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa", head_dim=8)
 _of("kimi_linear minicpm3 sarvam_mla youtu longcat_flash dots3_note_text hy_v4 kimi_k2", head_dim=8)
 _of("mistral4 mistral_large4_text unlimited_ocr_text hy_v4_vl_text glm5_next_text", num_key_value_heads=HEADS)
@@ -215,7 +257,11 @@ _BYTES = {"vocab_size": 260, "max_position_embeddings": CONTEXT}
 _LOCAL = {**_BYTES, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 48}
 _of("blt", vocab_size=260, patch_in_forward=False, patch_size=4, patching_mode="static", local_attention_window_len=8)
 _of("blt", encoder_hash_byte_group_size=[3], encoder_hash_byte_group_vocab=101, patcher_config=_LOCAL)
-_of("blt", encoder_config={**_LOCAL, "hidden_size_global": WIDTH}, decoder_config={**_LOCAL, "hidden_size_global": WIDTH})
+_of(
+    "blt",
+    encoder_config={**_LOCAL, "hidden_size_global": WIDTH},
+    decoder_config={**_LOCAL, "hidden_size_global": WIDTH},
+)
 _of("blt", global_config={"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 3, **_BYTES})
 
 # ---- experts
@@ -250,7 +296,10 @@ _of("qwen2_5_omni_text paddleocr_vl_text", rope_parameters=_sections(4, 4, 4), h
 _of("qwen2_vl_text qwen2_5_vl_text", rope_parameters=_sections(2, 3, 3), head_dim=ABSENT)
 _of("glm4v_text", rope_parameters=_sections(2, 3, 3, partial_rotary_factor=1.0), head_dim=ABSENT)
 _of("glm4v_moe_text glm_ocr_text glm46v_text glm_image_text", head_dim=HEAD)
-_of("glm4v_moe_text glm_ocr_text glm46v_text glm_image_text", rope_parameters=_sections(4, 4, 4, partial_rotary_factor=1.0))
+_of(
+    "glm4v_moe_text glm_ocr_text glm46v_text glm_image_text",
+    rope_parameters=_sections(4, 4, 4, partial_rotary_factor=1.0),
+)
 _of("hunyuan_vl_text", head_dim=HEAD, rope_parameters=_sections(3, 3, 3, 3))
 _of("muse_spark_text", **_CAP, moe_hidden_size=SHARED, head_dim=HEAD, output_multiplier=0.5)
 _SOUND = {"num_hidden_layers": 4, "patch_sizes": (16, 6, 5, 4), "hidden_sizes": (8, 8, 8, 8), "depths": (1, 1, 1, 1)}
@@ -260,7 +309,7 @@ _ADAPTER = {"vision_feature_layer": [-1, 0], "hidden_size": 32, "text_hidden_siz
 _ADAPTER |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
 _of("molmo2", vision_config={"image_size": [28, 28]}, adapter_config=_ADAPTER)
 _of("molmo2_text", additional_vocab_size=8)
-_of("granite4_vision", deepstack_layer_map=[], spatial_target_layers=[])
+_of("granite4_vision", downsample_rate="1/2", deepstack_layer_map=[], spatial_target_layers=[])
 _PROJECTOR = {"hidden_size": WIDTH, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
 _of("fun_asr_nano", adaptor_config={**_PROJECTOR, "projector_hidden_size": 32})
 _of("kyutai_speech_to_text", codebook_vocab_size=33, num_codebooks=2, audio_bos_token_id=32, audio_pad_token_id=194)
@@ -275,14 +324,16 @@ _of("git", vision_config={**_IMAGES, "image_size": 28, "patch_size": 14})
 # ---- towers that would be large
 _of("chameleon apertus1p5", vq_config={"base_channels": 32, "num_embeddings": 64})
 _of("janus", vq_config={"base_channels": 32, "num_embeddings": 64})
-_of("apertus1p5", audio_config={"codebook_dim": 32}, vision_config={"base_channels": 32, "codebook_size": 64})
+_of("apertus1p5", audio_config={"codebook_dim": 32, "codebook_size": 8}, image_token_offset=20, audio_token_offset=84)
+_of("apertus1p5", vision_config={"base_channels": 32, "codebook_size": 64}, text_config={})
+_of("nemo_speechlm", audio_config={"diarization_config": {"head_config": {"audio_hidden_size": 32}}})
 _of("muse_glimmer", projector_hidden_size=32, out_hidden_size=WIDTH)
 _of("granite_speech granite_speech_plus", encoder_config={"num_layers": 1, "hidden_dim": 32, "context_size": 8})
 _SHALLOW = {"num_filters": 2, "depths": [1] * 7}
 _of("vibevoice_asr", semantic_tokenizer_encoder_config=_SHALLOW, acoustic_tokenizer_encoder_config=_SHALLOW)
 _of("kyutai_speech_to_text", codec_config={"upsample_groups": 32})
 _of("deepseek_ocr2_text", num_hidden_layers=3, **_mlps("dss"))
-_of("granite4_vision", qformer_config={"num_attention_heads": 2, "hidden_size": 32, "encoder_hidden_size": 32})
+_of("granite4_vision", vision_config={"hidden_size": WIDTH})
 
 UNBUILT = {
     "gemma3n": "its vision tower needs the package timm; its text tower is the family gemma3n_text",

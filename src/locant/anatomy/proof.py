@@ -111,7 +111,7 @@ def _doubt(
 def _doubtful(identity: str, equation: Equation, address: Address) -> list[Address]:
     """The partners of `address` whose refusal is its own."""
     names = IDENTITIES[identity].doubt_from
-    return [p for p in equation.members if p != address and (names is None or p.name in names)]
+    return [p for p in sorted(equation.members) if p != address and (names is None or p.name in names)]
 
 
 def _refused(verdicts: Mapping[Address, Verdict], address: Address) -> bool:

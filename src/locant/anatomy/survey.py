@@ -106,7 +106,7 @@ def probe_ids(model: PreTrainedModel, batch: int, length: int | None = None) -> 
 
 def embedding_weight(model: PreTrainedModel) -> Tensor:
     """``[vocab, d]`` of the token embedding."""
-    weight = getattr(model.get_input_embeddings(), "weight", None)
+    weight = getattr(_embedding(model), "weight", None)
     if not isinstance(weight, Tensor):
         raise ModelError(
             f"{type(model).__name__} has no single table of token embeddings",
@@ -115,9 +115,16 @@ def embedding_weight(model: PreTrainedModel) -> Tensor:
     return weight
 
 
+def _embedding(model: PreTrainedModel) -> nn.Module | None:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:  # transformers knows it by its name only
+        return next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+
+
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where token ids go, on a model that is spread over devices or offloaded too."""
-    embedding = model.get_input_embeddings()
+    embedding = _embedding(model)
     hook = getattr(embedding, "_hf_hook", None)
     place: str | int | torch.device | None = getattr(hook, "execution_device", None)
     return embedding_weight(model).device if place is None else torch.device(place)

@@ -198,6 +198,23 @@ def show(
 
 
 @app.command()
+def families(
+    *,
+    family: Annotated[
+        str | None, typer.Argument(metavar="FAMILY", help="A model_type of transformers, e.g. gemma3_text.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what is proven on each family of models that transformers knows, and what is refused, and why.
+
+    This is the record of a survey of small models with random weights; it loads nothing.
+    """
+    from locant.cli import families
+
+    families.run(family, as_json=json)
+
+
+@app.command()
 def demo(
     *,
     output: Annotated[

@@ -129,9 +129,12 @@ class Terminal:
         """One JSON object: `about`, then the lists with one line per entry."""
         parts = [f"{json.dumps(k)}: {_json(v)}" for k, v in about.items()]
         for name, rows in lists.items():
-            body = ",\n".join(f"  {_json(row)}" for row in rows)
-            parts.append(f"{json.dumps(name)}: [\n{body}\n]" if rows else f"{json.dumps(name)}: []")
+            parts.append(f"{json.dumps(name)}: {_json_list(rows)}")
         self._write("{" + ",\n".join(parts) + "}\n")
+
+    def json_list(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """One JSON list, one line per entry."""
+        self._write(f"{_json_list(rows)}\n")
 
     def _show(self, drawn: RenderableType) -> None:
         if self.styled:
@@ -172,6 +175,11 @@ def error_text(error: float | None) -> str:
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _json_list(rows: Sequence[Mapping[str, Any]]) -> str:
+    body = ",\n".join(f"  {_json(row)}" for row in rows)
+    return f"[\n{body}\n]" if rows else "[]"
 
 
 def _styled_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> Table:
