@@ -153,6 +153,17 @@ def test_a_table_that_is_out_of_date_is_found_out(tmp_path, monkeypatch, capsys)
     assert "`float64`" in (tmp_path / "proof.md").read_text(encoding="utf-8")
 
 
+def test_the_document_of_every_family_is_that_of_the_record(tmp_path, monkeypatch, capsys):
+    script = runpy.run_path(str(ROOT / ".ci" / "families.py"))
+    monkeypatch.setattr(sys, "argv", ["families.py", "--check"])
+    assert script["main"]() == 0
+    stale = (ROOT / "docs" / "FAMILIES.md").read_text(encoding="utf-8").replace("| `llama` |", "| `lama` |")
+    script["main"].__globals__["DOCUMENT"] = tmp_path / "FAMILIES.md"
+    (tmp_path / "FAMILIES.md").write_text(stale, encoding="utf-8")
+    assert script["main"]() == 1
+    assert "python .ci/families.py" in capsys.readouterr().out
+
+
 def test_the_readme_names_every_family_that_is_tested():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     said = set(re.findall(r"`(\w+For\w+|\w+LMHeadModel)`", text))

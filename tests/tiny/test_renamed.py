@@ -64,3 +64,14 @@ def test_every_point_is_what_the_weights_say(models, surveyed):
     assert {str(address) for address in cache} == set(wanted)
     for address, tensor in cache.items():
         assert_close(tensor, wanted[str(address)], address)
+
+
+def test_a_model_whose_embedding_transformers_does_not_know_is_served(monkeypatch):
+    model = fresh("llama")
+    known = [(p.address, p.proof) for p in EagerModel(model).points()]
+
+    def unknown(self):
+        raise NotImplementedError("please override in the subclass")
+
+    monkeypatch.setattr(type(model), "get_input_embeddings", unknown)
+    assert [(p.address, p.proof) for p in EagerModel(model).points()] == known

@@ -205,9 +205,9 @@ def families(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show what is proven on each family of models that transformers knows, and what is refused, and why.
+    """Show what is proven on every family of models, and what is not.
 
-    This is the record of a survey of small models with random weights; it loads nothing.
+    This is the record of a survey of small random models, one of each family that transformers knows.
     """
     from locant.cli import families
 
