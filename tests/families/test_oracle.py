@@ -27,8 +27,6 @@ OPEN = {
     "megatron-bert": {"attn_in"},
     "minimax_m3_vl": {"mlp_pre"},
     "minimax_m3_vl_text": {"mlp_pre"},
-    "qwen4_exp": {"attn_in", "attn_out", "mlp_in"},
-    "qwen4_exp_text": {"attn_in", "attn_out", "mlp_in"},
     "roberta-prelayernorm": {"attn_in", "mlp_in"},
     "step3p7": {"mlp_pre"},
     "xlm-roberta-xl": {"attn_in"},

@@ -267,7 +267,13 @@ class _Block:
 
     def _residual(self, mixer: Call | None, mlp: Call | None, pre: Any, post: Any) -> Iterator[Claim]:
         """What each part added, from the residual before and after it."""
-        if pre is None or post is None or pre.shape != post.shape:
+        added = next((c.result for c in (mixer, mlp) if c is not None and c.result is not None), None)
+        if (
+            pre is None
+            or post is None
+            or added is None
+            or not pre.shape == post.shape == (*self.shape, added.shape[-1])
+        ):
             return
         if mixer is None or mlp is None or mixer is mlp:
             yield from self.claim("attn_out_post", "resid_post - resid_pre", post - pre)
