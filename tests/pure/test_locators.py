@@ -214,7 +214,8 @@ def test_either_spelling_of_an_activation_is_the_same_locator(dotted, point):
 @pytest.mark.parametrize("point", POINTS)
 def test_every_point_is_located_with_the_axes_it_has(point):
     sizes = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 3, "d_mlp": 5, "n_experts": 6, "experts_per_token": 2}
-    facts = Facts.from_dict({"n_layers": 1, "d_model": 7, "vocab_size": 11, "n_streams": 8} | sizes)
+    streams = {"n_streams": 8 if POINTS[point].needs == "streams" else 1}
+    facts = Facts.from_dict({"n_layers": 1, "d_model": 7, "vocab_size": 11} | streams | sizes)
     expected = {"position": 9, "dest_pos": 9, "src_pos": 9, "stream": 8}
     expected["head"] = 2 if "n_kv_heads" in POINTS[point].width else 4
     expected["expert"] = 6 if point == "router_logits" else 2
@@ -240,6 +241,8 @@ def test_streams_are_an_axis_of_the_stack_and_pick_a_tensor_of_a_residual():
         refusal({"activation": "resid.post", "location": ["layer", "stream"], "group": {"stream": "all"}}, facts)
     )
     assert "streams" in str(refusal({"activation": "resid.post", "location": ["layer", "stream"]}))
+    assert "3 streams" in str(refusal({"activation": "resid.post", "location": ["layer"]}, facts))
+    assert index(ModelLocatorConfig("resid_streams.1.stream-2"), facts).addresses == [Address("resid_streams", 1)]
 
 
 def test_an_address_says_point_and_layer():

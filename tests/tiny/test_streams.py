@@ -482,3 +482,20 @@ def test_prompts_of_other_lengths_and_chosen_positions_read_the_same_rows(name):
     for address in addresses:
         assert close(both.prompt(0)[address], alone[address])
         assert close(chosen[address], both.prompt(1)[address][:, -1:])
+
+
+@ALL
+def test_a_stream_is_an_axis_that_a_locator_enumerates(name):
+    model, n = loaded(name), MODELS[name][2]
+    made = []
+    for fields in (
+        {"activation": "resid.post", "location": ["layer", "stream"], "filter": [{"layer": 1}]},
+        {"activation": "resid_streams.1", "location": ["stream"]},
+    ):
+        locator = locant.ModelLocatorConfig.from_config(fields)
+        index = locant.Index(locator, locator.parse(model, N_POS))
+        made.append(index.read(model.capture(IDS, index.addresses)).stack())
+    assert torch.equal(*made)
+    assert len(made[0]) == n
+    with pytest.raises(locant.LocatorError, match="stream"):
+        locant.ModelLocatorConfig("resid.post", ["layer"]).parse(model, N_POS)

@@ -246,9 +246,15 @@ def _lacks(facts: Facts, address: Address) -> str | None:
     point = address.point
     assert point is not None, "a locator's places are points"
     needs, layer = point.needs, address.layer
-    lacks = facts.layers and layer is not None and needs in _HAVING and not _HAVING[needs](facts.layers[layer])
-    if lacks or (facts.n_streams == 1 and (needs == "streams" or address.stream is not None)):
-        needs = needs if lacks or needs == "streams" else "streams"
-        instead = INSTEAD.get(needs)
-        return f"it takes {REQUIREMENTS[needs]}" + (f"; {instead}" if instead else "")
+    if facts.layers and layer is not None and needs in _HAVING and not _HAVING[needs](facts.layers[layer]):
+        return _takes(needs)
+    if facts.n_streams == 1 and (needs == "streams" or address.stream is not None):
+        return _takes("streams")
+    if facts.n_streams > 1 and point.takes_stream and "stream" not in point.axes and address.stream is None:
+        return f"the residual of this model is {facts.n_streams} streams; list stream, or read resid_streams"
     return None
+
+
+def _takes(needs: Requirement) -> str:
+    instead = INSTEAD.get(needs)
+    return f"it takes {REQUIREMENTS[needs]}" + (f"; {instead}" if instead else "")
