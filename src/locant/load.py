@@ -56,7 +56,7 @@ def load_model(
                 instead="set it on the model before, e.g. model.to(...)",
             )
         return EagerModel(source, tokenizer)
-    place, file = _locate(str(source))
+    place, file = locate(str(source))
     shared = {
         "revision": revision,
         "trust_remote_code": trust_remote_code,
@@ -102,8 +102,12 @@ def _moved(hf: PreTrainedModel, device: str | torch.device) -> PreTrainedModel:
         raise ModelError(f"device {device}: {_first_line(error)}", instead="cpu is always there") from error
 
 
-def _locate(source: str) -> tuple[str, str | None]:
-    """Where ``from_pretrained`` looks, and the GGUF file there."""
+def locate(source: str) -> tuple[str, str | None]:
+    """Where ``from_pretrained`` looks for a source, and the GGUF file there.
+
+    Raises:
+        ModelError: there is no such file or folder, or the embedded model is not installed.
+    """
     path = Path(source).expanduser()
     if source == EMBEDDED and not path.exists():
         path = _embedded()

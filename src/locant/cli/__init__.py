@@ -1,4 +1,4 @@
-"""The command line: ``locant points``, ``capture``, ``show`` and ``demo``.
+"""The command line: ``locant points``, ``capture``, ``show``, ``index`` and ``demo``.
 
 This file holds what ``--help`` needs and nothing slower; a command imports its work when it runs.
 
@@ -212,6 +212,40 @@ def families(
     from locant.cli import families
 
     families.run(family, as_json=json)
+
+
+@app.command()
+def index(
+    *,
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML or JSON file, or in braces the YAML itself.")],
+    facts: Annotated[
+        str,
+        typer.Option(
+            "--facts", metavar="FACTS", help="Whose sizes: a model, of which only the config is read, or a JSON file."
+        ),
+    ] = DEFAULT_MODEL,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--tokens",
+            "-t",
+            metavar="N[,N]",
+            help="Tokens of the prompt, or of each prompt.",
+            show_default="positions stay as they are written",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", metavar="N", min=0, help="Print that many; 0 prints all.")] = 20,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the rows as CSV.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Print the rows a locator resolves to, without loading a model.
+
+    The config is a locator, or has locators under source and target. Sizes are checked. Whether a layer has the
+    activation at all is known once the model is loaded.
+    """
+    from locant.cli import indexing
+
+    indexing.run(config, facts, tokens, rows, output, as_json=json)
 
 
 @app.command()
