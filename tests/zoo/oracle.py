@@ -216,8 +216,12 @@ def _outputs(model: PreTrainedModel, blocks: Sequence[Call], ids: Tensor) -> Ite
     states = asked(output_hidden_states=True)
     # some families list the residual after each block, not before it
     if len(states) == len(blocks) + 1 and blocks and torch.equal(states[0], blocks[0].given):
+        once = len({block.name for block in blocks}) == len(blocks)
         for layer, state in enumerate(states[:-1]):
-            yield Claim(f"resid_pre.{layer}", "output_hidden_states", state)
+            if layer == 0 or once:
+                yield Claim(f"resid_pre.{layer}", "output_hidden_states", state)
+            else:  # between the runs of a looped trunk something happens to it
+                yield Claim(f"resid_post.{layer - 1}", "output_hidden_states", state)
     for index, weights in enumerate(asked(output_attentions=True)):
         yield Claim(f"attn_probs#{index}", "output_attentions", weights)
         scaled = weights[..., : ids.shape[1]]
@@ -423,6 +427,25 @@ def _with_mamba(block: _Block, residual: Tensor) -> Tensor:
     return residual + block.inside["mamba"].result * block.module.ssm_out_multiplier
 
 
+def _zaya(sublayer: str) -> Callable[[_Block, Tensor], Tensor]:
+    def carried(block: _Block, residual: Tensor) -> Tensor:
+        scale: Any = getattr(block.module, f"post_{sublayer}_residual_scale")
+        return (residual + scale.residual_bias) * scale.residual_scale
+
+    return carried
+
+
+def _dory(norm: str, weight: str) -> Callable[[_Block, Tensor], Tensor]:
+    """A step from the normed residual towards what the sublayer puts out."""
+
+    def carried(block: _Block, residual: Tensor) -> Tensor:
+        module: Any = block.module
+        step = (getattr(module, weight) * module.lambda_scale).abs()
+        return getattr(module, norm)(residual) * (1 - step)
+
+    return carried
+
+
 CARRIED: dict[str, tuple[Callable[[_Block, Tensor], Tensor] | None, Callable[[_Block, Tensor], Tensor] | None]] = {
     "beam": (_beam(0), _beam(1)),
     "doge": (_weighed("input_residual"), _weighed("post_attention_residual")),
@@ -431,6 +454,8 @@ CARRIED: dict[str, tuple[Callable[[_Block, Tensor], Tensor] | None, Callable[[_B
         _normed("post_attention_layernorm", "mlp_alpha_factor"),
     ),
     "bloom_post": (_normed("input_layernorm"), _normed("post_attention_layernorm")),
+    "dory": (_dory("input_layernorm", "lambda_1"), _dory("pre_feedforward_layernorm", "lambda_2")),
+    "zaya": (_zaya("attention"), _zaya("mlp")),
     "rwkv": (_first_normed, _as_it_is),
     "falcon_h1": (_with_mamba, _as_it_is),
     # an embedding per layer is added and the whole is scaled after the MLP
