@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -25,6 +25,7 @@ from locant.anatomy.proof import prove
 from locant.anatomy.sites import Site
 from locant.anatomy.survey import attention_in_use, embedding_weight, input_device, probe_ids, survey
 from locant.engine.cache import Cache, Origin, resolve_positions, select
+from locant.engine.eager.recall import recalled
 from locant.engine.eager.taps import Taps, disturbed, inference
 from locant.engine.plan import Addresses, Catalogue, Plan, as_addresses
 from locant.engine.prompts import Batch, Encoder, Prompts
@@ -64,7 +65,7 @@ class EagerModel:
         self.revision = revision or getattr(self.hf.config, "_commit_hash", None)
         self._lock = threading.RLock()
         self._plans: dict[object, tuple[Plan, Taps, Origin]] = {}
-        self.examine()
+        self._examined_by(lambda: recalled(self.hf, self._examine))
 
     def examine(self) -> None:
         """Find and prove the points again, after the model was changed: an adapter added, weights edited.
@@ -72,10 +73,13 @@ class EagerModel:
         Raises:
             ModelError: its structure is not recognised any more.
         """
+        self._examined_by(self._examine)
+
+    def _examined_by(self, examine: Callable[[], Catalogue]) -> None:
         with self._lock:
             self._modules = list(self.hf.modules())
             self._examined_as = (attention_in_use(self.hf), self.hf.dtype)
-            self._catalogue = self._examine()
+            self._catalogue = examine()
             self._plans.clear()
 
     # ---- what it is
