@@ -13,7 +13,7 @@ import locant
 from commands import run
 from locant.cli import DEFAULT_MODEL
 
-COMMANDS = ["points", "capture", "show", "demo"]
+COMMANDS = ["points", "capture", "show", "index", "families", "demo"]
 HEAVY = ["torch", "transformers", "numpy", "safetensors", "rich.table"]
 CPU_SECONDS = 0.3
 

@@ -1,10 +1,12 @@
 """``locant families``."""
 
 import json
+import subprocess
+import sys
 
 from commands import run
 from locant import POINTS
-from locant.cli.families import Coverage
+from locant.cli.coverage import Coverage
 
 STATES = {"proven", "refused", "not applicable", "not yet"}
 
@@ -55,3 +57,10 @@ def test_an_unknown_family_is_refused_with_the_nearest():
 def test_the_record_is_read_as_it_was_written():
     recorded = Coverage.recorded()
     assert Coverage.parse(recorded.text()) == recorded
+
+
+def test_a_fresh_process_shows_the_same():
+    command = [sys.executable, "-m", "locant", "families", "llama"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run("families", "llama").out

@@ -9,7 +9,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from locant import POINTS, EagerModel, ModelError
-from locant.cli.families import Family, Outcome
+from locant.cli.coverage import Family, Outcome
 from locant.engine.cache import spans_of
 from locant.engine.plan import PointStatus
 from zoo import CAUSAL, MULTIMODAL, VARIANTS, build

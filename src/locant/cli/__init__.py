@@ -1,4 +1,4 @@
-"""The command line: ``locant points``, ``capture``, ``show``, ``index`` and ``demo``.
+"""The command line: ``locant points``, ``capture``, ``show``, ``index``, ``families`` and ``demo``.
 
 This file holds what ``--help`` needs and nothing slower; a command imports its work when it runs.
 
@@ -209,9 +209,9 @@ def families(
 
     This is the record of a survey of small random models, one of each family that transformers knows.
     """
-    from locant.cli import families
+    from locant.cli import coverage
 
-    families.run(family, as_json=json)
+    coverage.run(family, as_json=json)
 
 
 @app.command()
