@@ -272,12 +272,10 @@ class _Block:
     def _residual(self, mixer: Call | None, mlp: Call | None, pre: Any, post: Any) -> Iterator[Claim]:
         """What each part added, from the residual before and after it."""
         added = next((c.result for c in (mixer, mlp) if c is not None and c.result is not None), None)
-        if (
-            pre is None
-            or post is None
-            or added is None
-            or not pre.shape == post.shape == (*self.shape, added.shape[-1])
-        ):
+        if pre is None or post is None or added is None or pre.shape != post.shape:
+            return
+        if pre.shape != (*self.shape, added.shape[-1]):
+            yield from self._streams(mixer, mlp, *(self._stack(value, added.shape[-1]) for value in (pre, post)))
             return
         if mixer is None or mlp is None or mixer is mlp:
             yield from self.claim("attn_out_post", "resid_post - resid_pre", post - pre)
@@ -296,6 +294,42 @@ class _Block:
             yield from self.claim("mlp_out_post", "sum before the second norm - output of the first", second)
         elif carried_to_post is not None:
             yield from self.claim("mlp_out_post", "resid_post - resid_mid", post - carried_to_post(self, mid))
+
+    def _stack(self, value: Tensor, width: int) -> Tensor:
+        """The residual streams as ``[batch, pos, stream, width]``."""
+        if value.dim() == 4:
+            return value if value.shape[:2] == self.shape else value.movedim(0, 2)
+        return value.unflatten(-1, (-1, width))
+
+    def _streams(self, mixer: Call | None, mlp: Call | None, pre: Tensor, post: Tensor) -> Iterator[Claim]:
+        """What the modules that read and write a stack of residual streams are given and give."""
+        yield from self.claim("resid_streams", "output of the block", post)
+        first, second = self.find("attn_hc attn_hyper_connection"), self.find("ffn_hc mlp_hyper_connection")
+        stacks = {"resid_pre": pre, "resid_post": post}
+        if first is not None and second is not None and mixer is not None and mlp is not None:
+            middle = stacks["resid_mid"] = self._stack(second.given, pre.shape[-1])
+            yield from self._coefficients("attn", first, mixer.result, pre, middle)
+            yield from self._coefficients("mlp", second, mlp.result, middle, post)
+        if hasattr(self.module, "altup"):
+            altup: Any = self.module.altup
+            mixed = altup.predict(self.block.given).movedim(0, 2)
+            yield Claim(f"attn_stream_mix.{self.layer}", "altup.predict", mixed, lambda mix: mix.mT @ pre)
+            active = mixed[:, :, altup.config.altup_active_idx]
+            yield from self.claim("attn_stream_collapse", "altup.predict", active)
+        for point, stack in stacks.items():
+            for stream in range(stack.shape[2]):
+                yield Claim(f"{point}.{self.layer}.stream-{stream}", "its place in the stack", stack[:, :, stream])
+
+    def _coefficients(self, part: str, call: Call, added: Tensor, before: Tensor, after: Tensor) -> Iterator[Claim]:
+        flat = call.name.endswith("connection")
+        write, collapse = (call.out[2], call.out[0]) if flat else (call.out[0], call.out[-1])
+        yield from self.claim(f"{part}_out_post", "output of the sublayer", added)
+        yield from self.claim(f"{part}_stream_write", "output of the hyper-connection", write)
+        yield from self.claim(f"{part}_stream_collapse", "output of the hyper-connection", collapse)
+        mixed = after - write.unsqueeze(-1) * added.unsqueeze(-2)
+        yield Claim(
+            f"{part}_stream_mix.{self.layer}", "stack after - write · output", mixed, lambda mix: mix.mT @ before
+        )
 
     def _middle(self, mixer: Call, mlp: Call) -> tuple[Tensor | None, Tensor | None]:
         """The residual between attention and MLP, and what the MLP adds where a norm follows each sum."""
