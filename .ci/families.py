@@ -124,7 +124,7 @@ def escaped(text: str) -> str:
 
 
 def survey() -> Coverage:
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "LOCANT_CACHE": ""}
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(ROOT / "tests"))
