@@ -16,8 +16,19 @@ if TYPE_CHECKING:
     from locant.anatomy.facts import Facts as Facts
     from locant.engine.cache import Cache as Cache
     from locant.engine.eager.model import EagerModel as EagerModel
+    from locant.engine.edits import Add as Add
+    from locant.engine.edits import AddScaled as AddScaled
+    from locant.engine.edits import Apply as Apply
+    from locant.engine.edits import Cap as Cap
+    from locant.engine.edits import Edit as Edit
+    from locant.engine.edits import Operation as Operation
+    from locant.engine.edits import Scale as Scale
+    from locant.engine.edits import Set as Set
+    from locant.engine.edits import Swap as Swap
+    from locant.engine.edits import Where as Where
     from locant.errors import AddressError as AddressError
     from locant.errors import CacheError as CacheError
+    from locant.errors import EditError as EditError
     from locant.errors import LayerOutOfRange as LayerOutOfRange
     from locant.errors import LocantError as LocantError
     from locant.errors import LocatorError as LocatorError
@@ -45,13 +56,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "POINTS",
+    "Add",
+    "AddScaled",
     "Address",
     "AddressError",
+    "Apply",
     "Cache",
     "CacheError",
+    "Cap",
     "Combination",
     "Coordinates",
     "EagerModel",
+    "Edit",
+    "EditError",
     "Facts",
     "Filter",
     "Group",
@@ -65,12 +82,17 @@ __all__ = [
     "ModelLayerLocation",
     "ModelLocatorConfig",
     "ModulePathError",
+    "Operation",
     "Point",
     "PointError",
     "PointUnavailable",
     "PromptError",
+    "Scale",
+    "Set",
+    "Swap",
     "UnknownCoordinate",
     "UnknownPoint",
+    "Where",
     "format_address",
     "load_model",
     "parse_address",
@@ -82,13 +104,19 @@ _SUBMODULES = frozenset({"points"})
 
 _HOMES = {
     "POINTS": "points",
+    "Add": "engine.edits",
+    "AddScaled": "engine.edits",
     "Address": "address",
     "AddressError": "errors",
+    "Apply": "engine.edits",
     "Cache": "engine.cache",
     "CacheError": "errors",
+    "Cap": "engine.edits",
     "Combination": "locators.locator",
     "Coordinates": "locators.locator",
     "EagerModel": "engine.eager.model",
+    "Edit": "engine.edits",
+    "EditError": "errors",
     "Facts": "anatomy.facts",
     "Filter": "locators.locator",
     "Group": "locators.locator",
@@ -102,12 +130,17 @@ _HOMES = {
     "ModelLayerLocation": "locators.axes",
     "ModelLocatorConfig": "locators.locator",
     "ModulePathError": "errors",
+    "Operation": "engine.edits",
     "Point": "points",
     "PointError": "errors",
     "PointUnavailable": "errors",
     "PromptError": "errors",
+    "Scale": "engine.edits",
+    "Set": "engine.edits",
+    "Swap": "engine.edits",
     "UnknownCoordinate": "errors",
     "UnknownPoint": "errors",
+    "Where": "engine.edits",
     "format_address": "address",
     "load_model": "load",
     "parse_address": "address",

@@ -11,6 +11,7 @@
     │   ├── PointUnavailable      this model, layer or backend has no such tensor, or its proof failed
     │   └── ModulePathError       the model has no module of this path
     ├── LocatorError              a locator that names no rows this model and prompt have (also a ValueError)
+    ├── EditError                 a change that cannot be made: of a wrong shape, not finite (also a ValueError)
     ├── PromptError               a prompt that cannot be run: empty, too long, of unknown tokens
     ├── ModelError                a model that cannot be loaded, or whose structure is not supported
     └── CacheError                an address that was not captured, or a file that is no capture
@@ -86,6 +87,10 @@ class ModulePathError(PointError):
 
 class LocatorError(LocantError, ValueError):
     """A locator, or a part of one, that names no rows: in itself, or on this model and this prompt."""
+
+
+class EditError(LocantError, ValueError):
+    """A change that cannot be made: in itself, or on this model and these prompts."""
 
 
 class PromptError(LocantError):

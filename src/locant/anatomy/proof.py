@@ -53,13 +53,13 @@ def prove(evidence: Evidence, disturbed: Evidence | None = None) -> dict[Address
         for name in POINTS[address.name].proof:
             key = (name, address.layer)
             if key not in measured:
-                measured[key] = [q for e in (evidence, disturbed) if e for q in _measure(name, e.at(address.layer))]
+                measured[key] = [q for e in (evidence, disturbed) if e for q in measure(name, e.at(address.layer))]
             asked.setdefault(address, []).extend((name, q) for q in measured[key] if address in q.members)
     verdicts = {address: _judge(asked.get(address, []), tolerance) for address in addresses}
     return _doubt(verdicts, asked)
 
 
-def _measure(name: str, evidence: Evidence) -> list[Equation]:
+def measure(name: str, evidence: Evidence) -> list[Equation]:
     """The instances of one identity; one that cannot even be computed fails."""
     try:
         return IDENTITIES[name].measure(evidence)

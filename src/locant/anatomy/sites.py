@@ -119,13 +119,16 @@ class View:
         if self.diagonal:
             value = (value - self.diagonal * torch.eye(value.shape[-1], device=value.device)).to(site.dtype)
         if self.scale != 1.0:
-            value = value / self.scale
+            held = replace(self, scale=1.0).read(site, value.shape[0])
+            value = torch.where(value == held * self.scale, held, value / self.scale)  # what is kept keeps its bits
         if self.sinks:
             value = torch.cat([value, site[..., -self.sinks :].reshape(*value.shape[:-1], self.sinks)], -1)
         if self.channels is not None:
             return self.channels.write(site, value.reshape(*site.shape[:-1], -1))
         if self.layout in ("heads_first", "keys"):
             return self._split_heads(site, value)
+        if self.layout in ("tokens", "shared") and value.numel() != site.numel():
+            return value  # one for all prompts until now
         return value.reshape(site.shape)
 
     def _read_streams(self, tensor: Tensor) -> Tensor:
@@ -170,6 +173,7 @@ class ModuleSite:
     Attributes:
         slot: which argument (position or keyword) or which element of the output; ``None`` is the bare output.
         overwritten: the model changes this tensor in place later, so that reading means copying.
+        in_place: it is written into the tensor itself, since what else holds the tensor reads it there too.
     """
 
     path: str
@@ -178,6 +182,7 @@ class ModuleSite:
     call: int = 0
     view: View = View()
     overwritten: bool = False
+    in_place: bool = False
 
     def __str__(self) -> str:
         slot = "" if self.slot is None else f"[{self.slot!r}]"

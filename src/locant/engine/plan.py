@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 from locant.address import Address, AddressLike, format_address, to_address
 from locant.anatomy.anatomy import Anatomy
@@ -25,15 +26,17 @@ Addresses = AddressLike | Iterable[AddressLike]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The sites one capture reads.
+    """The sites one capture reads, and those it changes.
 
     Attributes:
         reads: the site of each address, in the order asked.
-        layouts: what the axes of each result are.
+        layouts: what the axes of each result, and of each tensor that is changed, are.
+        writes: where each edited address is changed.
     """
 
     reads: Mapping[Address, Site]
     layouts: Mapping[Address, Layout]
+    writes: Mapping[Address, Site] = field(default_factory=dict)
 
     def __str__(self) -> str:
         names: dict[str, list[int]] = {}
@@ -41,7 +44,9 @@ class Plan:
             names.setdefault(address.name, []).extend([] if address.layer is None else [address.layer])
         points = "; ".join(f"{n} at layers {spans_of(at)}" if at else n for n, at in names.items())
         inside = sum(isinstance(s, OpSite) for s in self.reads.values())
-        return f"reads {len(self.reads)} tensors ({points}), {inside} of them inside a module"
+        changed = ", ".join(map(format_address, self.writes))
+        reads = f"reads {len(self.reads)} tensors ({points}), {inside} of them inside a module"
+        return reads + (f"; changes {changed}" if changed else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +80,8 @@ class Catalogue:
         self.anatomy = anatomy
         self.verdicts = verdicts
 
-    def plan(self, addresses: Addresses) -> Plan:
-        """The plan of a capture.
+    def plan(self, addresses: Addresses, writes: Mapping[Address, Site] | None = None) -> Plan:
+        """The plan of a capture; `writes` are the sites it changes.
 
         Raises:
             AddressError: something in `addresses` is no address, or there are none.
@@ -85,8 +90,9 @@ class Catalogue:
         wanted = dict.fromkeys(as_addresses(addresses))
         if not wanted:
             raise AddressError("no addresses: the list is empty", instead="name at least one, e.g. 'resid_post.0'")
-        reads = {address: self.site(address) for address in wanted}
-        return Plan(reads, {address: self._layout(address, site) for address, site in reads.items()})
+        reads = {address: copy(self.site(address)) for address in wanted}
+        writes = writes or {}
+        return Plan(reads, {a: self.layout(a, site) for a, site in {**writes, **reads}.items()}, writes)
 
     def refuses(self, address: AddressLike) -> str | None:
         """Why this model does not serve an address; ``None`` when it does. Never raises."""
@@ -116,6 +122,28 @@ class Catalogue:
         if verdict is not None and verdict.state != "proven":
             raise PointUnavailable(f"{name}: {verdict.reason}", has=f"it was found at {site}")
         return site
+
+    def check_writable(self, address: Address) -> None:
+        """Refuse what no edit may change, whatever the model.
+
+        Raises:
+            PointUnavailable: a coefficient, a choice of experts, or a module's output that has no positions.
+        """
+        point = address.point
+        if point is not None and point.read_only is not None:
+            raise PointUnavailable(
+                f"{format_address(address)} cannot be edited: {point.read_only}",
+                instead="edit what it is made of, or what it acts on",
+            )
+        if self.site(address).view.layout == "raw":
+            raise PointUnavailable(f"{format_address(address)} cannot be edited: it has no positions")
+
+    def width(self, address: Address) -> int | None:
+        """Numbers in the last axis of an address; ``None`` where the prompt or the module decides it."""
+        point, facts = address.point, self.anatomy.facts.at(address.layer)
+        if point is None:
+            return None
+        return facts.d_model if "stream" in point.axes else point.width_of(facts)
 
     def verdict(self, address: Address) -> Verdict | None:
         """What the proof says of an address; each stream of a stack is proven with the others."""
@@ -194,7 +222,7 @@ class Catalogue:
             instead=close or "print(model.hf) shows its modules",
         )
 
-    def _layout(self, address: Address, site: Site) -> Layout:
+    def layout(self, address: Address, site: Site) -> Layout:
         point = POINTS.get(address.name)
         if point is None:
             return Layout(position_axis=None if site.view.layout == "raw" else 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -21,16 +22,20 @@ from locant.address import Address, AddressLike, format_address
 from locant.anatomy.anatomy import Anatomy
 from locant.anatomy.evidence import Evidence
 from locant.anatomy.facts import Facts
-from locant.anatomy.proof import prove
+from locant.anatomy.proof import Verdict, prove
 from locant.anatomy.sites import Site
+from locant.anatomy.structure import CALL_ERRORS
 from locant.anatomy.survey import attention_in_use, embedding_weight, input_device, probe_ids, survey
+from locant.anatomy.written import Trial, around, noise, write_sites
 from locant.engine.cache import Cache, Origin, resolve_positions, select
+from locant.engine.eager.changing import Changes, Target
 from locant.engine.eager.recall import recalled
-from locant.engine.eager.taps import Taps, disturbed, inference
+from locant.engine.eager.taps import Change, Keep, Taps, disturbed, inference
+from locant.engine.edits import Edit, Edits, as_edits
 from locant.engine.plan import Addresses, Catalogue, Plan, as_addresses
 from locant.engine.prompts import Batch, Encoder, Prompts
 from locant.engine.served import Served
-from locant.errors import ModelError, PointUnavailable, PromptError
+from locant.errors import EditError, ModelError, PointUnavailable, PromptError
 
 _PLANS_KEPT = 256
 
@@ -65,6 +70,7 @@ class EagerModel:
         self.revision = revision or getattr(self.hf.config, "_commit_hash", None)
         self._lock = threading.RLock()
         self._plans: dict[object, tuple[Plan, Taps, Origin]] = {}
+        self._written: dict[Address, tuple[Site, Verdict]] = {}
         self._examined_by(lambda: recalled(self.hf, self._examine))
 
     def examine(self) -> None:
@@ -81,6 +87,7 @@ class EagerModel:
             self._examined_as = (attention_in_use(self.hf), self.hf.dtype)
             self._catalogue = examine()
             self._plans.clear()
+            self._written.clear()
 
     # ---- what it is
 
@@ -120,6 +127,7 @@ class EagerModel:
         prompts: Prompts,
         addresses: Addresses,
         *,
+        edits: Edits = (),
         positions: int | Sequence[int] | None = None,
         grad: bool = False,
         device: str | torch.device | None = None,
@@ -131,6 +139,7 @@ class EagerModel:
             prompts: text, token ids ``[pos]`` or ``[batch, pos]``, chat messages, or a list of these.
             addresses: one or several, as :class:`Address`, string or ``(name, layer)``; a module path reads that
                 module's output.
+            edits: changes to make in this forward, in forward order; an edited address is read as it was changed.
             positions: keep these positions only, so that the rest is never held. A negative one counts from the
                 end of each prompt; one ``int`` drops the axis, a list keeps it.
             grad: keep the graph, so that a scalar of captured tensors can be differentiated down to
@@ -142,10 +151,12 @@ class EagerModel:
             Tensors ``[batch, pos, width]`` in the model's dtype, ``[batch, head, query, key]`` for attention.
 
         Raises:
-            AddressError, PointError, PromptError: before any forward.
+            AddressError, PointError, PromptError, EditError: before any forward.
         """
-        plan, taps, origin = self._prepared(addresses)
+        edits = as_edits(edits)
+        plan, taps, origin = self._prepared(addresses, edits)
         batch = self._encoder.batch(prompts, prepend_bos)
+        changes = self._changes(edits, plan, batch) if edits else None
         if positions is not None and grad:
             raise PromptError(
                 "positions together with grad",
@@ -156,10 +167,10 @@ class EagerModel:
         _check_device(device)
         drop = isinstance(positions, int)
         keep = _Keep(plan, batch, rows, drop, device)
-        tensors = self._read(taps, batch, keep, grad)
+        tensors = self._read(taps, batch, keep, grad, changes)
         if batch.ragged and rows is None and not grad:
             _blank_padding(tensors, plan, batch, self._own_memory())
-        layouts = {a: v.dropped() if drop else v for a, v in plan.layouts.items()}
+        layouts = {a: plan.layouts[a].dropped() if drop else plan.layouts[a] for a in plan.reads}
         ordered = {a: tensors[a] for a in plan.reads}
         return Cache(ordered, batch.tokens, layouts, rows, self._with_strings(origin, batch))
 
@@ -235,18 +246,20 @@ class EagerModel:
             tape = taps.try_all(lambda: self.hf(input_ids=ids, use_cache=False), 2)
         return {a: t.to(ids.device) for a, t in tape.items()}, ids
 
-    def _prepared(self, addresses: Addresses) -> tuple[Plan, Taps, Origin]:
+    def _prepared(self, addresses: Addresses, edits: Sequence[Edit] = ()) -> tuple[Plan, Taps, Origin]:
         """The plan and the taps of a set of addresses, and what a capture of them says of itself; made once."""
-        key = tuple(as_addresses(addresses))
+        wanted = tuple(as_addresses(addresses))
+        edited = tuple(dict.fromkeys(edit.address for edit in edits))
+        key = (wanted, edited)
         with self._lock:
             self._refresh()
             if key in self._plans and self._plans[key][1].outdated():
                 self.examine()
             if key not in self._plans:
-                plan = self._catalogue.plan(key)
+                plan = self._catalogue.plan(wanted, {a: self._write_site(a) for a in edited})
                 if len(self._plans) == _PLANS_KEPT:
                     self._plans.clear()
-                self._plans[key] = plan, Taps(self.hf, plan.reads), self._origin(plan)
+                self._plans[key] = plan, Taps(self.hf, plan.reads, plan.writes), self._origin(plan)
             return self._plans[key]
 
     def _refresh(self) -> Catalogue:
@@ -255,10 +268,69 @@ class EagerModel:
             self.examine()
         return self._catalogue
 
-    def _read(self, taps: Taps, batch: Batch, keep: _Keep, grad: bool) -> dict[Address, Tensor]:
+    def _read(
+        self, taps: Taps, batch: Batch, keep: Keep, grad: bool, change: Change | None = None
+    ) -> dict[Address, Tensor]:
         inputs = batch.tensors(input_device(self.hf))
         with self._lock, self._undisturbed(grad):
-            return taps.run(lambda: self.hf(**inputs, use_cache=False), len(batch), keep, grad)
+            return taps.run(lambda: self.hf(**inputs, use_cache=False), len(batch), keep, grad, change)
+
+    def _changes(self, edits: Sequence[Edit], plan: Plan, batch: Batch) -> Changes:
+        stacked = {a: a.point is not None and "stream" in a.point.axes for a in plan.writes}
+        targets = {a: Target(plan.layouts[a], self._catalogue.width(a), stacked[a]) for a in plan.writes}
+        special: Sequence[int] = () if self.tokenizer is None else self.tokenizer.all_special_ids
+        if self.tokenizer is None and any(not edit.where.special_tokens for edit in edits):
+            raise EditError("special_tokens=False", has="this model was loaded without a tokenizer, which knows them")
+        return Changes(edits, targets, batch, frozenset(special))
+
+    def _write_site(self, address: Address) -> Site:
+        """Where `address` is changed; proven on this model when it is first asked for.
+
+        Raises:
+            PointError: it cannot be changed, on any model or on this one.
+        """
+        self._catalogue.check_writable(address)
+        if address.point is None:
+            return self._catalogue.site(address)
+        if address not in self._written:
+            for site in write_sites(address, self._catalogue.site(address)):
+                self._written[address] = self._try_write(address, site)
+                if self._written[address][1].state == "proven":
+                    break
+        site, verdict = self._written[address]
+        if verdict.state != "proven":
+            raise PointUnavailable(f"{format_address(address)}: {verdict.reason}", has=f"it is read at {site}")
+        return site
+
+    def _try_write(self, address: Address, site: Site) -> tuple[Site, Verdict]:
+        """One forward as it is and one with noise written to `site`, and what their difference proves."""
+        anatomy, wanted = self.anatomy, list[Tensor]()
+        ids = probe_ids(self.hf, 2, 6)
+        batch = Batch(tuple(map(tuple, ids.tolist())))
+        reads = around(anatomy, address) | {address: copy(self._catalogue.site(address))}
+
+        def change(_: Address, value: Tensor) -> Tensor:
+            wanted.append(noise(value).clone())
+            return wanted[-1].clone()
+
+        def copied(_: Site, tensor: Tensor) -> Tensor:
+            return tensor.clone()
+
+        try:
+            base = self._read(Taps(self.hf, reads), batch, copied, False)
+            written = self._read(Taps(self.hf, reads, {address: site}), batch, copied, False, change)
+        except CALL_ERRORS as error:
+            return site, Verdict("refused", None, f"it cannot be written on this model: {error}")
+        base, written = ({a: t.to(ids.device) for a, t in tape.items()} for tape in (base, written))
+        if address.name == "resid_streams":  # the same stack as the residual, which the identities name
+            written[Address("resid_post", address.layer)] = written[address]
+        got = written[address]
+        sides = [Evidence(anatomy, tape, ids, self.hf.get_submodule) for tape in (base, written)]
+        with self._undisturbed(grad=False):
+            trial = Trial(
+                address, sides[0], sides[1], (base, written), wanted[-1].to(got.device), got, self._catalogue.verdicts
+            )
+            return site, trial.judge()
 
     def _own_memory(self) -> set[int]:
         """Where the model's weights and buffers lie; a module may return one of them."""
@@ -315,7 +387,7 @@ class _Keep:
         drop: bool,
         device: str | torch.device | None,
     ) -> None:
-        self._layouts = {id(plan.reads[a]): layout for a, layout in plan.layouts.items()}
+        self._layouts = {id(site): plan.layouts[a] for a, site in plan.reads.items()}
         self._rows, self._drop, self._device = rows, drop, device
         self._batch = batch
 

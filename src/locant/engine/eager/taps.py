@@ -1,4 +1,4 @@
-"""Reading a forward while it runs: hooks at module sites, a torch function mode at sites inside a module."""
+"""Reading and changing a forward while it runs: hooks at module sites, a torch function mode inside modules."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from locant.address import Address
 from locant.anatomy.sites import ModuleSite, OpSite, Site, Slot, attention_scores
 from locant.anatomy.trace import version_of
 from locant.errors import PointUnavailable
+from locant.points import POINTS
 
 _RECOMPUTED = ("scores", "probs")
 Keep = Callable[[Site, Tensor], Tensor]
+Change = Callable[[Address, Tensor], Tensor]
+"""Gives the tensor of a point as it is to be, from what the model computed."""
 
 
 class Stopped(BaseException):
@@ -29,14 +32,25 @@ class Stopped(BaseException):
 
 
 class Taps:
-    """Which modules of one model to watch for a set of addresses. Reusable; a run's state is its own."""
+    """Which modules of one model to watch for a set of addresses. Reusable; a run's state is its own.
 
-    def __init__(self, model: nn.Module, reads: Mapping[Address, Site]) -> None:
-        self._sites: dict[Site, list[Address]] = {}
-        for address, site in reads.items():
-            self._sites.setdefault(site, []).append(address)
+    Where one tensor is several points, each is changed and then read before the next in forward order is.
+    """
+
+    def __init__(
+        self, model: nn.Module, reads: Mapping[Address, Site], writes: Mapping[Address, Site] | None = None
+    ) -> None:
+        written = {address: copy(site) for address, site in (writes or {}).items()}
+        groups: dict[object, tuple[Site, list[Address]]] = {}
+        for address, site in reads.items():  # what is changed may be another tensor at each of its names
+            groups.setdefault(id(site) if written else site, (site, []))[1].append(address)
+        self._reads = list(groups.values())
+        self._writes = {id(site): address for address, site in written.items()}
+        self._kept_alive = list(written.values())
         self._watched: dict[str, _Watched] = {}
-        for site in self._sites:
+        every = [(*_rank(a), 0, site) for a, site in written.items()]
+        every += [(*_rank(addresses[0]), 1, site) for site, addresses in self._reads]
+        for *_, site in sorted(every, key=lambda one: one[:-1]) if written else every:
             self._watched.setdefault(site.path, _Watched()).add(site)
             if isinstance(site, OpSite) and site.after is not None:
                 self._watched.setdefault(site.after[0], _Watched()).anchor = True
@@ -44,8 +58,8 @@ class Taps:
         self._met = {path: ref(model.get_submodule(path)) for path in self._watched}
         self._parts = [(path.split(".") if path else [], met) for path, met in self._met.items()]
         # by identity: hashing a site with its view costs more than reading it
-        self._addresses = {id(site): addresses for site, addresses in self._sites.items()}
-        self._copied = {id(site) for site in self._sites if site.overwritten}
+        self._addresses = {id(site): addresses for site, addresses in self._reads}
+        self._copied = {id(site) for site, _ in self._reads if site.overwritten}
 
     def outdated(self) -> bool:
         """Some module that is watched has been replaced by another, or is gone."""
@@ -55,15 +69,24 @@ class Taps:
         """Read what can be read: a site whose tensor is not laid out as its view says is left out."""
         return self._once(_Run(self._addresses, self._copied, batch, lambda _, tensor: tensor, lenient=True), forward)
 
-    def run(self, forward: Callable[[], object], batch: int, keep: Keep, grad: bool = False) -> dict[Address, Tensor]:
+    def run(
+        self,
+        forward: Callable[[], object],
+        batch: int,
+        keep: Keep,
+        grad: bool = False,
+        change: Change | None = None,
+    ) -> dict[Address, Tensor]:
         """Run `forward` until every site has been read, and give the tensors read.
 
         A tensor that nothing overwrites later is kept by reference. One that is overwritten, which shows in its
         version counter, makes the forward run again with that site copied; this is remembered.
         """
         run = _Run(self._addresses, self._copied, batch, keep, grad)
+        if change is not None:
+            run.changes(self._writes, change)
         self._once(run, forward)
-        unread = [a for addresses in self._sites.values() for a in addresses if a not in run.read]
+        unread = [a for _, addresses in self._reads for a in addresses if a not in run.read]
         if unread:
             raise PointUnavailable(
                 f"{unread[0]}: the module it is read at did not run in this forward",
@@ -73,7 +96,7 @@ class Taps:
         changed = run.changed()
         if changed:
             self._copied |= changed
-            return self.run(forward, batch, keep, grad)
+            return self.run(forward, batch, keep, grad, change)
         return run.read
 
     def _once(self, run: _Run, forward: Callable[[], object]) -> dict[Address, Tensor]:
@@ -87,6 +110,11 @@ class Taps:
             with suppress(Stopped):
                 forward()
         return run.read
+
+
+def _rank(address: Address) -> tuple[int, int]:
+    """The order in which points that are one tensor follow each other; a module's output comes after them."""
+    return address.layer or 0, list(POINTS).index(address.name) if address.name in POINTS else len(POINTS)
 
 
 _RUNNING = local()
@@ -140,13 +168,31 @@ class _Run:
         self._left = len(addresses)
         self._kept: list[tuple[Site, Tensor, int]] = []
         self._inside: list[_Inside] = []
+        self._writes: Mapping[int, Address] = {}
+
+    def changes(self, writes: Mapping[int, Address], change: Change) -> None:
+        """Change the points at these sites, too."""
+        self._writes, self._change = writes, change
+
+    def writes(self, site: Site) -> bool:
+        return id(site) in self._writes
+
+    def _put(self, site: Site, tensor: Tensor) -> Tensor:
+        """The tensor the model goes on with, for the point to be what it is changed to."""
+        in_place = isinstance(site, ModuleSite) and site.in_place
+        held = tensor.clone() if in_place and self.grad else tensor  # a graph may need what is overwritten
+        value = site.view.read(held, self._batch)
+        written = site.view.write(held, self._change(self._writes[id(site)], value))
+        return tensor.copy_(written) if in_place else written
 
     def take(self, site: Site, tensor: Tensor) -> Tensor:
-        """Read one site, and give the tensor the model goes on with.
+        """Change or read one site, and give the tensor the model goes on with.
 
         With gradients on, that is made from the tensor read wherever the two are not one, so that the graph from
         what was captured to everything after it exists.
         """
+        if id(site) in self._writes:
+            return self._put(site, tensor)
         try:
             value = site.view.read(tensor, self._batch)
         except (RuntimeError, IndexError):
@@ -295,7 +341,7 @@ class _Inside(TorchFunctionMode):
             where: Any = named if isinstance(site.slot, str) else args
             onward = self._run.take(site, where[site.slot])
             args, named = with_slot(args, site.slot, onward), with_slot(named, site.slot, onward)
-        hidden = {str(s.slot): s for s in here if s.slot in _RECOMPUTED}
+        hidden = [s for s in here if s.slot in _RECOMPUTED]
         result = self._recomputed(hidden, *args, **named) if hidden else None
         if result is None:
             result = func(*args, **named)
@@ -314,7 +360,7 @@ class _Inside(TorchFunctionMode):
 
     def _recomputed(
         self,
-        sites: Mapping[str, OpSite],
+        sites: Iterable[OpSite],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -324,23 +370,27 @@ class _Inside(TorchFunctionMode):
         scale: float | None = None,
         **_: object,
     ) -> Tensor | None:
-        """Read the scores and probabilities of a fused attention call.
+        """Change and read the scores and probabilities of a fused attention call.
 
-        With gradients on, the result is made from these very tensors and returned, so that the graph from them
-        to the logits exists; else the kernel makes its own, and an unedited forward keeps its bits.
+        With gradients on, or where one is changed, the result is made from these very tensors and returned, so that
+        everything later is made of them; else the kernel makes its own, and an unedited forward keeps its bits.
         """
         with torch.autocast(query.device.type, enabled=False):
             scores = attention_scores(query, key, attn_mask, is_causal, scale)
-        n_heads = next(iter(sites.values())).view.n_heads or scores.shape[1]
+        run, sites = self._run, list(sites)
+        n_heads = sites[0].view.n_heads or scores.shape[1]
         scores = scores.reshape(scores.shape[0], n_heads, -1, scores.shape[-1])
-        if "scores" in sites:
-            self._run.take(sites["scores"], scores)
-        if "probs" not in sites and not self._run.grad:
+        for site in sites:
+            if site.slot == "scores":
+                scores = run.take(site, scores)
+        makes = run.grad or any(run.writes(site) for site in sites)
+        if not makes and all(site.slot == "scores" for site in sites):
             return None
         probs = scores.softmax(-1).to(query.dtype)
-        if "probs" in sites:
-            self._run.take(sites["probs"], probs)
-        if not self._run.grad:
+        for site in sites:
+            if site.slot == "probs":
+                probs = run.take(site, probs)
+        if not makes:
             return None
         value = value.repeat_interleave(n_heads // value.shape[1], 1)
         return (probs @ value).reshape(*query.shape[:-1], value.shape[-1])
