@@ -4,6 +4,7 @@ No module is called and no hook is used: each tensor is written out as arithmeti
 that a hook in a wrong place cannot agree with it. What families do differently is data, in `STYLES`.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +134,7 @@ class Reference:
 
     Ids are ``[batch, pos]`` without padding. Tensors are ``[batch, pos, width]``, heads side by side;
     ``attn_scores`` and ``attn_probs`` are ``[batch, head, query, key]``, with minus infinity at masked scores.
+    ``Reference(model)(ids, {"resid_mid.1": f})`` puts ``f(x)`` in the place of a point ``x``, for everything after it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -149,9 +151,9 @@ class Reference:
         self.n_kv_heads = 1 if multi_query else grouped_heads
         self.act = _ACTIVATIONS[self._config("hidden_activation", "hidden_act", "activation_function", "activation")]
 
-    def __call__(self, ids: Tensor) -> dict[str, Tensor]:
+    def __call__(self, ids: Tensor, change: dict[str, Callable[[Tensor], Tensor]] | None = None) -> dict[str, Tensor]:
         with torch.no_grad():
-            tape: dict[str, Tensor] = {}
+            tape = _Tape(change or {})
             residual = self._embed(ids, tape)
             for layer in range(self.n_layers):
                 residual = self._block(layer, residual, tape)
@@ -166,6 +168,7 @@ class Reference:
         if self.style.norm == "gemma":  # the scale is rounded to the model's dtype
             embedded = embedded * torch.tensor(self.config.hidden_size**0.5).to(table.dtype).float()
         tape["embeddings"] = embedded
+        embedded = tape["embeddings"]
         positions = self.weights.get(f"{self.style.trunk}.wpe.weight")
         if positions is not None:
             return embedded + positions[: ids.shape[1]].float()
@@ -173,10 +176,12 @@ class Reference:
 
     def _unembed(self, residual: Tensor, tape: dict[str, Tensor]) -> None:
         style = self.style
-        normed = tape["final_norm"] = self._norm(residual, f"{style.trunk}.{style.final_norm}")
+        tape["final_norm"] = self._norm(residual, f"{style.trunk}.{style.final_norm}")
+        normed = tape["final_norm"]
         head = style.head if f"{style.head}.weight" in self.weights else "lm_head"
         unembedded = F.linear(normed, self._weight(f"{head}.weight"), self._optional(f"{head}.bias"))
         tape["lm_head"] = unembedded
+        unembedded = tape["lm_head"]
         cap = self._config("final_logit_softcapping", default=None)
         scaled = unembedded * self._config("logit_scale", default=1.0) / self._config("logits_scaling", default=1.0)
         tape["logits"] = scaled if cap is None else cap * torch.tanh(scaled / cap)
@@ -188,6 +193,7 @@ class Reference:
         path = f"{self.style.trunk}.{self.style.blocks}.{layer}"
         before, after, before_mlp, after_mlp = (n and f"{path}.{n}" for n in self.style.norms)
         put.resid_pre = residual
+        residual = put.resid_pre
         put.attn_in = self._norm(residual, before)
         put.attn_out = self._attention(layer, f"{path}.{self.style.attention}", put.attn_in, put)
         multiplier = self._config("residual_multiplier", default=1.0)
@@ -195,6 +201,7 @@ class Reference:
         middle = residual + put.attn_out_post
         if not self._parallel():
             put.resid_mid = middle
+            middle = put.resid_mid
         put.mlp_in = self._norm(residual if self._parallel() else middle, before_mlp)
         put.mlp_out = self._mlp(f"{path}.mlp", put.mlp_in, put)
         put.mlp_out_post = self._norm(put.mlp_out, after_mlp) * multiplier
@@ -208,13 +215,16 @@ class Reference:
     def _attention(self, layer: int, path: str, x: Tensor, put: "_Notes") -> Tensor:
         query, key, value = self._project(path, x)
         put.query, put.key, put.value = query, key, value
+        query, key, value = put.query, put.key, put.value
         if f"{path}.q_norm.weight" in self.weights:
             put.q_norm_in, put.k_norm_in = query, key
-            query = put.q_norm_out = self._head_norm(query, f"{path}.q_norm")
-            key = put.k_norm_out = self._head_norm(key, f"{path}.k_norm")
+            put.q_norm_out = self._head_norm(put.q_norm_in, f"{path}.q_norm")
+            put.k_norm_out = self._head_norm(put.k_norm_in, f"{path}.k_norm")
+            query, key = put.q_norm_out, put.k_norm_out
         query = self._rotate(_heads(query, self.n_heads), layer)
         key = self._rotate(_heads(key, self.n_kv_heads), layer)
         put.query_rotated, put.key_rotated = _flat(query), _flat(key)
+        query, key = _heads(put.query_rotated, self.n_heads), _heads(put.key_rotated, self.n_kv_heads)
         group = self.n_heads // self.n_kv_heads  # query head h reads the key head h // group
         key, spread = (t.repeat_interleave(group, 1) for t in (key, _heads(value, self.n_kv_heads)))
         by_width = self._config("query_pre_attn_scalar", default=self.d_head) ** -0.5
@@ -272,10 +282,11 @@ class Reference:
         if self.style.gated and len(made) == 1:
             made = list(made[0].chunk(2, -1))
         put.mlp_pre = made[0]
-        put.mlp_act = self.act(made[0])
+        act = self.act(put.mlp_pre)
         if self.style.gated:
             put.mlp_pre_linear = made[1]
-            put.mlp_act = put.mlp_act * made[1]
+            act = act * put.mlp_pre_linear
+        put.mlp_act = act
         return self._linear(put.mlp_act, f"{path}.{self.style.down}")
 
     def _experts(self, path: str, x: Tensor, put: "_Notes") -> Tensor:
@@ -284,6 +295,7 @@ class Reference:
         if self._config("norm_topk_prob", default=self.config.model_type == "mixtral"):
             weights = weights / weights.sum(-1, keepdim=True)
         put.expert_weights, put.expert_indices = weights, chosen
+        weights = put.expert_weights
         inner, outer = (self._weight(f"{path}.experts.{n}") for n in ("gate_up_proj", "down_proj"))
         gate, linear = torch.einsum("epd,bsd->bsep", inner, x).chunk(2, -1)
         each = torch.einsum("edp,bsep->bsed", outer, self.act(gate) * linear)
@@ -326,6 +338,17 @@ class Reference:
         if value is None and "default" not in default:
             raise AttributeError(f"the config has none of {names}")
         return default["default"] if value is None else value
+
+
+class _Tape(dict[str, Tensor]):
+    """Points by address, some of them changed as they are computed."""
+
+    def __init__(self, change: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self._change = change
+
+    def __setitem__(self, address: str, value: Tensor) -> None:
+        super().__setitem__(address, self._change[address](value) if address in self._change else value)
 
 
 class _Notes:

@@ -101,7 +101,8 @@ class Trial:
     @property
     def _whole(self) -> Address:
         """The point as the identities name it: no single stream, a stack as the residual it is, and a sublayer's
-        output as what is added, where the two are one tensor."""
+        output as what is added, where the two are one tensor.
+        """
         name, sites = self.address.name, self.base.anatomy.part(self.address.layer).sites
         own, added = sites.get(name), sites.get(f"{name}_post")
         if isinstance(own, ModuleSite) and isinstance(added, ModuleSite) and own == replace(added, view=own.view):
@@ -157,7 +158,7 @@ class Trial:
 
     def _something_follows(self) -> bool:
         trunk = self.base.anatomy.trunk.sites
-        return self.address.layer is not None or self.address.name != next(reversed(trunk), "")
+        return self.address.layer is not None or self.address.name != list(trunk)[-1]
 
 
 def _rank(address: Address) -> tuple[float, int]:

@@ -27,8 +27,9 @@ from locant.anatomy.sites import Site
 from locant.anatomy.structure import CALL_ERRORS
 from locant.anatomy.survey import attention_in_use, embedding_weight, input_device, probe_ids, survey
 from locant.anatomy.written import Trial, around, noise, write_sites
-from locant.engine.cache import Cache, Origin, resolve_positions, select
+from locant.engine.cache import Cache, Origin, resolve_positions
 from locant.engine.eager.changing import Changes, Target
+from locant.engine.eager.keeping import Kept, blank_padding, check_device
 from locant.engine.eager.recall import recalled
 from locant.engine.eager.taps import Change, Keep, Taps, disturbed, inference
 from locant.engine.edits import Edit, Edits, as_edits
@@ -112,9 +113,9 @@ class EagerModel:
         except ModelError as error:
             return str(error)
 
-    def plan(self, addresses: Addresses) -> Plan:
-        """What a capture of `addresses` will read, without running it; raises what the capture would raise."""
-        return self._prepared(addresses)[0]
+    def plan(self, addresses: Addresses, edits: Edits = ()) -> Plan:
+        """What a capture of `addresses` will read and change, without running it; raises what it would raise."""
+        return self._prepared(addresses, as_edits(edits))[0]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{k}={v}" for k, v in self.facts.to_dict().items())
@@ -164,12 +165,12 @@ class EagerModel:
                 instead="capture them all and index the result",
             )
         rows = None if positions is None else resolve_positions(positions, batch.lengths)
-        _check_device(device)
+        check_device(device)
         drop = isinstance(positions, int)
-        keep = _Keep(plan, batch, rows, drop, device)
+        keep = Kept(plan, batch, rows, drop, device)
         tensors = self._read(taps, batch, keep, grad, changes)
         if batch.ragged and rows is None and not grad:
-            _blank_padding(tensors, plan, batch, self._own_memory())
+            blank_padding(tensors, plan, batch, self._own_memory())
         layouts = {a: plan.layouts[a].dropped() if drop else plan.layouts[a] for a in plan.reads}
         ordered = {a: tensors[a] for a in plan.reads}
         return Cache(ordered, batch.tokens, layouts, rows, self._with_strings(origin, batch))
@@ -374,61 +375,6 @@ class EagerModel:
             _versions(),
             {format_address(a): str(verdict(a) or "module output") for a in plan.reads},
         )
-
-
-class _Keep:
-    """What of a tensor is kept: some positions, on some device."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        batch: Batch,
-        rows: list[list[int]] | None,
-        drop: bool,
-        device: str | torch.device | None,
-    ) -> None:
-        self._layouts = {id(site): plan.layouts[a] for a, site in plan.reads.items()}
-        self._rows, self._drop, self._device = rows, drop, device
-        self._batch = batch
-
-    def __call__(self, site: Site, tensor: Tensor) -> Tensor:
-        self._check(site, tensor)
-        if self._rows is not None:
-            tensor = select(tensor, self._rows, self._layouts[id(site)].position_axis, self._drop)
-        return tensor if self._device is None else tensor.to(self._device)
-
-    def _check(self, site: Site, tensor: Tensor) -> None:
-        """The tensor has the batch and the positions of these prompts, where its layout says it has positions."""
-        layout, batch, longest = self._layouts[id(site)], len(self._batch), self._batch.longest
-        if layout.position_axis is None:
-            return
-        wanted = (batch, layout.heads, longest, longest) if layout.matrix else (batch, longest)
-        if tuple(tensor.shape[: len(wanted)]) != wanted:
-            raise PointUnavailable(
-                f"what was read at {site} has shape {tuple(tensor.shape)}",
-                has=f"these prompts make it {wanted}, so the model computes something else there on them",
-                instead="capture prompts of one length, or a point outside this module",
-            )
-
-
-def _check_device(device: str | torch.device | None) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {device}: {str(error).splitlines()[0]}", instead="cpu is always there") from error
-
-
-def _blank_padding(tensors: dict[Address, Tensor], plan: Plan, batch: Batch, own: set[int]) -> None:
-    """Positions past a prompt's end become NaN (-1): whatever the model computed there is no activation."""
-    blank = ~batch.mask()
-    for address, tensor in list(tensors.items()):
-        axis = plan.layouts[address].position_axis
-        if axis is None:
-            continue
-        if tensor.stride(0) == 0 or tensor.untyped_storage().data_ptr() in own:
-            tensor = tensors[address] = tensor.clone()
-        moved = tensor.movedim(axis, 1)
-        moved[blank.to(tensor.device)] = float("nan") if tensor.is_floating_point() else -1
 
 
 def _check_causal(tape: Mapping[Address, Tensor], anatomy: Anatomy, name: str) -> None:
