@@ -459,9 +459,9 @@ def test_a_modules_output_by_its_path():
 
 
 @pytest.mark.parametrize("address", ["resid_post.0", "resid_mid.1", "mlp_out_post.1", "attn_scores.1", "z.1"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_gradient_of_an_edits_vector_is_what_small_steps_say(address, attention):
-    model, ids = loaded("llama", attention), token_ids(1, 5)
+@pytest.mark.parametrize(("family", "attention"), [("llama", "eager"), ("llama", "sdpa"), ("granite", "eager")])
+def test_the_gradient_of_an_edits_vector_is_what_small_steps_say(address, family, attention):
+    model, ids = loaded(family, attention), token_ids(1, 5)
     shape = model.capture(ids, address)[address].shape
     matrix = address.startswith("attn")
     v = torch.zeros(shape if matrix else shape[-1:], requires_grad=True)

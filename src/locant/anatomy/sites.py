@@ -120,7 +120,7 @@ class View:
             value = (value - self.diagonal * torch.eye(value.shape[-1], device=value.device)).to(site.dtype)
         if self.scale != 1.0:
             held = replace(self, scale=1.0).read(site, value.shape[0])
-            value = torch.where(value == held * self.scale, held, value / self.scale)  # what is kept keeps its bits
+            value = held + (value - held * self.scale) / self.scale  # what is not changed keeps its bits
         if self.sinks:
             value = torch.cat([value, site[..., -self.sinks :].reshape(*value.shape[:-1], self.sinks)], -1)
         if self.channels is not None:
