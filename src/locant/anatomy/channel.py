@@ -337,6 +337,12 @@ def _sparse(scope: Scope, body: Body, experts: Event, found: ChannelFound) -> No
     inside = [e for e in body.inside if not e.is_op and e.index < experts.index]
     router = next((e for e in reversed(inside) if any(same(v, chosen[1]) for _, v in e.outputs)), None)
     _shared(scope, body, experts, router, found)
+    _norms_of_experts(scope, body, experts, found)
+    if router is not None:
+        found.modules["routing"] = router.name
+        read = hidden_input(router)
+        if read is not None and same(read[1], found.middle):
+            found.formulas["router_in"] = Named("resid_mid")
     reach = {id(v) for v in scope.trace.ancestors(chosen[1], scope.run.index)}
     made = [e for e in inside if is_linear(e) and id(e.output()) in reach]
     logits = _logits(scope.trace, router, made)
@@ -351,12 +357,25 @@ def _shared(scope: Scope, body: Body, experts: Event, router: Event | None, foun
     """Experts that every token goes through, beside the chosen ones, and their gate where there is one."""
     depth = body.first.depth + 1
     inside = [e for e in body.inside if e.depth == depth and e is not experts and e is not router]
-    for event in [*body.modules[1:], *inside]:
+    for event in [*(e for e in body.modules if not _holds(e, experts) and e is not router), *inside]:
         linears, given = _linears(scope, event), event.output()
         if len(linears) > 1:
             found.modules["shared"], found.shared = event.name, event
         elif linears and given is not None and given.shape[-1] == 1:
             found.modules["shared_gate"] = event.name
+
+
+def _norms_of_experts(scope: Scope, body: Body, experts: Event, found: ChannelFound) -> None:
+    """Norms that only the chosen experts, or only the shared ones, have before and after them."""
+    taken, own = hidden_input(experts), found.modules.get("mlp_norm")
+    before = scope.norm_giving(taken[1]) if taken is not None else None
+    read = hidden_input(before) if before is not None else None
+    if before is not None and read is not None and before.name != own and same(read[1], found.middle):
+        found.modules["experts_norm"] = before.name
+    for role, event in (("experts", experts), ("shared", found.shared)):
+        after = scope.norm_reading(event.output()) if event is not None and len(body.modules) > 1 else None
+        if after is not None:
+            found.modules[f"{role}_post_norm"] = after.name
 
 
 def mixture(out: Value | None, found: Found) -> dict[str, float]:

@@ -149,7 +149,7 @@ def _check_tokens(model: PreTrainedModel, runs: Sequence[Event], n_pos: int) -> 
     if any(n_pos not in shape[:-1] or shape[-1] != shapes[-1][-1] for shape in shapes):
         raise ModelError(
             asked=f"the structure of {type(model).__name__}",
-            has="several stacks of blocks, over positions that are not all tokens or of different widths",
+            has="blocks over positions that are not its tokens, or residuals of different widths",
             instead="load a model with one residual stream over its tokens",
         )
 

@@ -81,7 +81,8 @@ def _routing(e: Evidence) -> list[Equation]:
         return []
     logits, weights, indices = wide(e.get(names[0])), wide(e.get(names[1])), e.get(names[2])
     routed = _routed(e)
-    made = [e.equal(logits, x.reshape(logits.shape), names[0], "mlp_in") for x in routed if x.numel() == logits.numel()]
+    whole = [x.reshape(logits.shape) for x in routed if x.numel() == logits.numel()]
+    made = [e.equal(kind, x, names[0], "mlp_in") for x in whole for kind in (logits, logits.softmax(-1))]
     kinds = [kind.gather(-1, indices) for kind in (logits.softmax(-1), logits.sigmoid())]
     scaled = [kind * (weights.sum(-1, keepdim=True) / kind.sum(-1, keepdim=True)) for kind in kinds]
     if not torch.allclose(logits.sum(-1), torch.ones_like(logits[..., 0]), atol=1e-3):  # else these are shares already
@@ -91,15 +92,19 @@ def _routing(e: Evidence) -> list[Equation]:
 
 
 def _routed(e: Evidence) -> list[Tensor]:
-    """What the router gives for the MLP's input, called by hand."""
-    if not e.has("mlp_in") or not e.plays("router"):
+    """What the router, and the linear map in it, give for what the router reads, called by hand."""
+    if not e.has("mlp_in"):
         return []
-    try:
-        result = e.call("router", e.get("mlp_in").flatten(0, 1))
-    except CALL_ERRORS:
-        return []  # it is handed more than the hidden states
-    parts = result if isinstance(result, (tuple, list)) else [result]
-    return [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
+    given = e.computed("router_in") if "router_in" in e.part.formulas else e.get("mlp_in")
+    found = list[Tensor]()
+    for role in (r for r in ("router", "routing") if e.plays(r)):
+        try:
+            result = e.call(role, given.flatten(0, 1))
+        except CALL_ERRORS:
+            continue  # it is handed more than the hidden states
+        parts = result if isinstance(result, (tuple, list)) else [result]
+        found += [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
+    return found
 
 
 @identity(
@@ -113,11 +118,17 @@ def _expert_sum(e: Evidence) -> list[Equation]:
         return []
     out = e.get("mlp_out")
     constants = e.part.constants
-    rebuilt = e.call("experts", *(e.get(name).flatten(0, 1) for name in names[1:])).reshape(out.shape)
+    taken = e.call("experts_norm", e.get("resid_mid")) if e.plays("experts_norm") else e.get("mlp_in")
+    choice = (e.get(name).flatten(0, 1) for name in names[2:])
+    rebuilt = e.call("experts", taken.flatten(0, 1), *choice).reshape(out.shape)
+    if e.plays("experts_post_norm"):
+        rebuilt = e.call("experts_post_norm", rebuilt)
     rebuilt = rebuilt * constants.get("experts_scale", 1.0)
     if e.plays("shared"):
         shared = e.call("shared", e.get("mlp_in"))
         if e.plays("shared_gate"):
             shared = shared * e.call("shared_gate", e.get("mlp_in")).sigmoid()
+        if e.plays("shared_post_norm"):
+            shared = e.call("shared_post_norm", shared)
         rebuilt = rebuilt + shared * constants.get("shared_scale", 1.0)
     return [e.equal(rebuilt, out, *names)]
