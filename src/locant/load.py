@@ -125,7 +125,8 @@ def _introduction(model: EagerModel) -> str:
     )
     return (
         f"{model.name}: a family that was not surveyed before ({model.hf.config.model_type}). "
-        f"{facts.n_layers} blocks of width {facts.d_model} found; {len(served)} addresses proven and served; {refused}. "
+        f"{facts.n_layers} blocks of width {facts.d_model} found; {len(served)} addresses proven and served; "
+        f"{refused}. "
         "model.points() lists them."
     )
 

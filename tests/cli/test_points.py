@@ -179,17 +179,17 @@ def unwrapped(out: str, column: int) -> list[str]:
     return rows
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("width", [80, 100, 140])
 def test_a_terminal_shows_whole_names_in_lines_that_fit(llama_folder, in_a_terminal, width):
     in_a_terminal(width)
     out = run("points", llama_folder).out
     assert max(map(cell_len, out.splitlines())) <= width
     for name, point in POINTS.items():
         assert re.search(rf"^{name} +{'-' if point.scope == 'trunk' else '0-2'} ", out, re.MULTILINE)
-    site = "self_attn: argument 0 of scaled_dot_product_attention #0"
-    before = "model.layers.*." if width == 120 else "…"
+    site = "self_attn: argument 0 of scaled_dot_product_attention #0 after v_proj"
+    before = "model.layers.*." if width == 140 else "…"
     assert any(row.endswith(before + site) for row in unwrapped(out, 40))
-    assert ("… is model.layers.*." in out) == (width < 120)
+    assert ("… is model.layers.*." in out) == (width < 140)
     status = load_model(llama_folder).points()["q_norm_out.0"]
     assert any(row.endswith(f"{status.reason}; {status.instead}") for row in unwrapped(out, 30))
 

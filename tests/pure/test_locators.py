@@ -3,8 +3,6 @@
 import csv
 import json
 import pickle
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
@@ -461,38 +459,3 @@ def test_facts_are_read_in_either_spelling():
     assert (MIXED.n_layers, MIXED.n_heads, MIXED.at(2).n_heads) == (3, None, 2)
     with pytest.raises(TypeError):
         Facts.from_dict({"n_layers": 2, "n_haeds": 6})
-
-
-# ---- a million rows
-
-MILLION = r"""
-import re, time
-from locant import Facts, Index, ModelLocatorConfig
-facts = Facts.from_dict({"n_layers": 10, "n_heads": 10, "head_dim": 100})
-coordinates = [{"layer": i % 10, "head": i // 10 % 10, "position": i % 100} for i in range(CELLS)]
-config = {"activation": "attn.z"} | ({"coordinates": coordinates} if CELLS else GRID)
-start = time.process_time()
-locator = ModelLocatorConfig.from_config(config)
-index = Index(locator, locator.parse(facts, 100))
-index.addresses, index[-1]
-seconds = time.process_time() - start
-# getrusage would count what the process that started this one held
-print(len(index), seconds, int(re.search(r"VmHWM:\s*(\d+)", open("/proc/self/status").read())[1]) * 1024)
-"""
-
-
-@pytest.mark.parametrize(
-    ("cells", "grid"),
-    [
-        (0, {"location": ["layer", "head", "position", "neuron"]}),
-        (0, {"location": ["layer", "head", "position"], "incremental": {"neuron": list(range(100))}}),
-        (200_000, {}),
-    ],
-)
-def test_a_million_rows_resolve_in_seconds_and_less_than_a_gigabyte(cells, grid):
-    code = MILLION.replace("CELLS", str(cells)).replace("GRID", repr(grid))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    rows, seconds, memory = map(float, done.stdout.split())
-    assert rows == (cells or 10**6)
-    assert seconds < 5
-    assert memory < 1e9

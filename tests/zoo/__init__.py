@@ -49,7 +49,8 @@ def fill(model: nn.Module, seed: int) -> None:
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     trained = {n: b for n, b in model.named_buffers() if n.rpartition(".")[2].endswith(("_bias", "_biases", "_scalar"))}
     with torch.no_grad():
-        for name, weight in [*model.named_parameters(), *trained.items()]:
+        learned = [(n, p) for n, p in model.named_parameters() if p.requires_grad]  # a table of sines stays one
+        for name, weight in [*learned, *trained.items()]:
             if not weight.is_floating_point() or weight.numel() == 0:
                 continue
             noise = torch.randn(weight.shape, generator=generator).to(weight.dtype)

@@ -340,8 +340,8 @@ def _sparse(scope: Scope, body: Body, experts: Event, found: ChannelFound) -> No
     _norms_of_experts(scope, body, experts, found)
     if router is not None:
         found.modules["routing"] = router.name
-        read = hidden_input(router)
-        if read is not None and same(read[1], found.middle):
+        read, own = hidden_input(router), hidden_input(body.first)
+        if read is not None and same(read[1], found.middle) and own is not None and not same(read[1], own[1]):
             found.formulas["router_in"] = Named("resid_mid")
     reach = {id(v) for v in scope.trace.ancestors(chosen[1], scope.run.index)}
     made = [e for e in inside if is_linear(e) and id(e.output()) in reach]

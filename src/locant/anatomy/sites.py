@@ -212,7 +212,7 @@ class OpSite:
 
     def __str__(self) -> str:
         part = "result" if self.slot is None else self.slot if isinstance(self.slot, str) else f"argument {self.slot}"
-        since = "" if self.after is None else f" after {self.after[0]}"
+        since = "" if self.after is None else f" after {self.after[0].removeprefix(f'{self.path}.')}"
         return f"{self.path}: {part} of {self.op} #{self.nth}{since}"
 
 
