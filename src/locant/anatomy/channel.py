@@ -399,7 +399,7 @@ def mixture(out: Value | None, found: Found) -> dict[str, float]:
 def _logits(trace: Trace, router: Event | None, linears: list[Event]) -> tuple[Site, int] | None:
     """The router's output of one number per expert: its own, or its linear map's."""
     candidates = [router] if router is not None else []
-    for event in [*candidates, *linears]:
+    for event in [*candidates, *reversed(linears)]:
         for slot, value in event.outputs:
             if value.tensor.is_floating_point() and value.shape[-1] == _n_experts(event):
                 view = View("flat" if value.tensor.dim() == 2 else "tokens")
