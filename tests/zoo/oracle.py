@@ -228,7 +228,9 @@ def _outputs(model: PreTrainedModel, blocks: Sequence[Call], ids: Tensor) -> Ite
         scaled = scaled / scaled.sum(-1, keepdim=True)
         yield Claim(f"attn_scores#{index}", "output_attentions", scaled, lambda scores: scores.softmax(-1))
     for index, logits in enumerate(asked(output_router_logits=True)):
-        yield Claim(f"router_logits#{index}", "output_router_logits", logits.reshape(*ids.shape, -1))
+        shares = torch.allclose(logits.sum(-1), torch.ones_like(logits[..., 0]), atol=1e-4)
+        taken = (lambda read: read.softmax(-1)) if shares else None
+        yield Claim(f"router_logits#{index}", "output_router_logits", logits.reshape(*ids.shape, -1), taken)
 
 
 class _Block:
@@ -395,8 +397,10 @@ class _Block:
         within = f"{self.path(mlp)}."
         yield from self.claim("mlp_in", "input of the MLP", mlp.given)
         shared, last_norm = self.find("shared_mlp"), self.find("post_mlp_layernorm", within)
-        down = self.find(_DOWN, within)
-        if down is not None:
+        down, after = self.find(_DOWN, within), self.find("post_feedforward_layernorm")
+        if self.find("experts") is not None and after is not None:  # beside the MLP, and added to it
+            yield from self.claim("mlp_out", "input of the norm after the MLP and the experts", after.given)
+        elif down is not None:
             yield from self.claim("mlp_act", "input of the down projection", down.given)
             yield from self.claim("mlp_out", "output of the down projection", down.result)
             gate, up = (self.find(names, within) for names in _BRANCHES)
