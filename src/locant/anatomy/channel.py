@@ -117,9 +117,18 @@ def _writers(flow: Flow, heavy: Sequence[Event], mixer: Event | None) -> list[Ev
     later = [e for e in heavy if mixer is None or e.index > mixer.index]  # what runs before attention may be added late
     for candidates in (later, heavy):
         for step in [*flow.additions[at + 1 :], *flow.additions[: at + 1]]:
-            if group := [e for e in candidates if flow.addition_of(e) is step]:
+            group = [e for e in candidates if flow.addition_of(e) is step]
+            while len(group) > 1 and _comes_after(flow.scope, group[-1], group[-2]):
+                group.pop()
+            if group:
                 return group
     return []
+
+
+def _comes_after(scope: Scope, event: Event, mlp: Event) -> bool:
+    """`event` only takes on what a whole MLP puts out."""
+    taken = hidden_input(event)
+    return taken is not None and same(taken[1], mlp.output()) and len(_linears(scope, mlp)) > 1
 
 
 def _holds(event: Event, other: Event | None) -> bool:

@@ -71,7 +71,7 @@ def _place(scope: Scope, flow: Flow, share: _Share, short: str, sublayer: Found,
     bare, factor = scaled(share.value)
     if scope.gives(share.value) and not same(bare, share.raw.output()):
         bare, factor = share.value, 1.0
-    norm = scope.norm_giving(bare)
+    norm = scope.norm_giving(bare) or _module_between(scope, share.raw, bare)
     normed = hidden_input(norm) if norm is not None else None
     raw: Value | None = share.raw.output()
     site: Site | None = sublayer.sites.get(f"{short}_out")
@@ -98,6 +98,15 @@ def _place(scope: Scope, flow: Flow, share: _Share, short: str, sublayer: Found,
         found.sites[share.point] = elsewhere
         if (made := _computed(scope, share.value, raw, short)) is not None:
             found.formulas[share.point] = made
+
+
+def _module_between(scope: Scope, raw: Event, added: Value) -> Event | None:
+    """The module that makes what is added of a sublayer's output, e.g. a short convolution."""
+    for event in scope.calls:
+        read = hidden_input(event)
+        if read is not None and event is not raw and same(event.output(), added) and same(read[1], raw.output()):
+            return event
+    return None
 
 
 def _computed(scope: Scope, added: Value, raw: Value | None, short: str) -> Formula | Named | None:
