@@ -103,8 +103,10 @@ def _place(scope: Scope, flow: Flow, share: _Share, short: str, sublayer: Found,
 def _module_between(scope: Scope, raw: Event, added: Value) -> Event | None:
     """The module that makes what is added of a sublayer's output, e.g. a short convolution."""
     for event in scope.calls:
-        read = hidden_input(event)
-        if read is not None and event is not raw and same(event.output(), added) and same(read[1], raw.output()):
+        read, given = hidden_input(event), event.output()
+        if read is None or same(given, read[1]):  # a dropout that hands on what it takes
+            continue
+        if event is not raw and same(given, added) and same(read[1], raw.output()):
             return event
     return None
 
