@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from locant.engine.edits import Set as Set
     from locant.engine.edits import Swap as Swap
     from locant.engine.edits import Where as Where
+    from locant.engine.steering import AblateSpec as AblateSpec
+    from locant.engine.steering import AddSpec as AddSpec
+    from locant.engine.steering import LayerSteeringSpec as LayerSteeringSpec
+    from locant.engine.steering import NormScaledAddSpec as NormScaledAddSpec
+    from locant.engine.steering import OrthogonalDecompSpec as OrthogonalDecompSpec
+    from locant.engine.steering import ProjectionCapSpec as ProjectionCapSpec
+    from locant.engine.steering import SteeringSpec as SteeringSpec
+    from locant.engine.steering import SwapSpec as SwapSpec
     from locant.errors import AddressError as AddressError
     from locant.errors import CacheError as CacheError
     from locant.errors import EditError as EditError
@@ -56,8 +64,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "POINTS",
+    "AblateSpec",
     "Add",
     "AddScaled",
+    "AddSpec",
     "Address",
     "AddressError",
     "Apply",
@@ -75,6 +85,7 @@ __all__ = [
     "Incremental",
     "Index",
     "LayerOutOfRange",
+    "LayerSteeringSpec",
     "LocantError",
     "LocatorError",
     "ModelAxis",
@@ -82,14 +93,19 @@ __all__ = [
     "ModelLayerLocation",
     "ModelLocatorConfig",
     "ModulePathError",
+    "NormScaledAddSpec",
     "Operation",
+    "OrthogonalDecompSpec",
     "Point",
     "PointError",
     "PointUnavailable",
+    "ProjectionCapSpec",
     "PromptError",
     "Scale",
     "Set",
+    "SteeringSpec",
     "Swap",
+    "SwapSpec",
     "UnknownCoordinate",
     "UnknownPoint",
     "Where",
@@ -104,8 +120,10 @@ _SUBMODULES = frozenset({"points"})
 
 _HOMES = {
     "POINTS": "points",
+    "AblateSpec": "engine.steering",
     "Add": "engine.edits",
     "AddScaled": "engine.edits",
+    "AddSpec": "engine.steering",
     "Address": "address",
     "AddressError": "errors",
     "Apply": "engine.edits",
@@ -123,6 +141,7 @@ _HOMES = {
     "Incremental": "locators.locator",
     "Index": "locators.index",
     "LayerOutOfRange": "errors",
+    "LayerSteeringSpec": "engine.steering",
     "LocantError": "errors",
     "LocatorError": "errors",
     "ModelAxis": "locators.axes",
@@ -130,14 +149,19 @@ _HOMES = {
     "ModelLayerLocation": "locators.axes",
     "ModelLocatorConfig": "locators.locator",
     "ModulePathError": "errors",
+    "NormScaledAddSpec": "engine.steering",
     "Operation": "engine.edits",
+    "OrthogonalDecompSpec": "engine.steering",
     "Point": "points",
     "PointError": "errors",
     "PointUnavailable": "errors",
+    "ProjectionCapSpec": "engine.steering",
     "PromptError": "errors",
     "Scale": "engine.edits",
     "Set": "engine.edits",
+    "SteeringSpec": "engine.steering",
     "Swap": "engine.edits",
+    "SwapSpec": "engine.steering",
     "UnknownCoordinate": "errors",
     "UnknownPoint": "errors",
     "Where": "engine.edits",

@@ -515,9 +515,45 @@ def test_a_write_that_only_some_readers_see_is_refused_though_the_point_can_be_r
     model = locant.EagerModel(hf)
     assert model.refuses("resid_mid.1") is None
     for _ in range(2):
-        with pytest.raises(locant.PointUnavailable, match="what follows from it does not see it: block_sum"):
+        with pytest.raises(locant.PointUnavailable, match="does not hold for what was written: block_sum"):
             model.capture(token_ids(), "logits", edits=Edit("resid_mid.1", Set(0.0)))
         hf.register_forward_pre_hook(lambda *_: ran.append(1))  # the verdict is remembered
     assert not ran
     edit = Edit("mlp_in.1", Set(0.0))
     same(model, token_ids(), edit, {"mlp_in.1": torch.zeros_like})
+
+
+# ---- steering specs
+
+SPECS = {
+    "add": (locant.AddSpec(D, 0.5), lambda x: x + 0.5 * D),
+    "add, normalized": (locant.AddSpec(D, 3.0, normalize=True), lambda x: x + 3 * UNIT),
+    "orthogonal": (locant.OrthogonalDecompSpec(D, 0.25), lambda x: x - 0.75 * projected(x)),
+    "ablate": (locant.AblateSpec(D), lambda x: x - projected(x)),
+    "cap": (locant.ProjectionCapSpec(D, max=0.1), OPERATIONS["cap above"][1]),
+    "swap": (locant.SwapSpec(D, T), OPERATIONS["swap"][1]),
+    "scaled": (locant.NormScaledAddSpec(D, 0.3, normalize=True), OPERATIONS["scaled"][1]),
+    "operation": (Set(0.0), torch.zeros_like),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_steering_specs_are_edits_by_layer(spec):
+    given, formula = SPECS[spec]
+    model, ids = loaded("gemma3_text"), token_ids()
+    steering = locant.SteeringSpec(layers={1: given, 2: locant.LayerSteeringSpec([given])}, point="attn_out_post")
+    same(model, ids, steering, {f"attn_out_post.{layer}": formula for layer in (1, 2)})
+    same(model, ids, locant.SteeringSpec.at("final_norm", given), {"final_norm": formula}, ["logits"])
+
+
+def test_operations_of_one_layer_are_done_in_order():
+    steering = locant.SteeringSpec({1: [locant.AblateSpec(D), locant.AddSpec(D)]})
+    same(loaded("llama"), token_ids(), [steering], {"resid_post.1": lambda x: x - projected(x) + D})
+
+
+def test_a_steering_spec_that_does_nothing_is_refused():
+    for spec in (locant.SteeringSpec({}), locant.SteeringSpec({0: []}), locant.SteeringSpec({0: D})):
+        with pytest.raises(locant.EditError):
+            loaded("llama").capture(token_ids(), "logits", edits=spec)
+    with pytest.raises(locant.EditError, match="no direction"):
+        locant.AddSpec(torch.zeros(3), normalize=True).operation()

@@ -499,3 +499,30 @@ def test_a_stream_is_an_axis_that_a_locator_enumerates(name):
     assert len(made[0]) == n
     with pytest.raises(locant.LocatorError, match="stream"):
         locant.ModelLocatorConfig("resid.post", ["layer"]).parse(model, N_POS)
+
+
+@ALL
+def test_one_stream_is_edited_alone_and_coefficients_not_at_all(name):
+    model = loaded(name)
+    step, n = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0)), model.facts.n_streams
+    ids = families.token_ids()
+
+    def add(_: nn.Module, __: Any, output: Any) -> Any:
+        tensor = (output if isinstance(output, Tensor) else output[0]).clone()
+        stack = tensor if tensor.dim() == 4 else tensor.unflatten(-1, (n, -1))
+        stack[:, :, 1] += step
+        return tensor if isinstance(output, Tensor) else (tensor, *output[1:])
+
+    clean = model.capture(ids, "logits")["logits"]
+    hook = blocks(model.hf)[1].register_forward_hook(add)
+    with torch.no_grad():
+        wanted = model.hf(input_ids=ids, use_cache=False).logits
+    hook.remove()
+    for address in ("resid_post.1.stream-1", "resid_streams.1.stream-1"):
+        got = model.capture(ids, "logits", edits=locant.Edit(address, locant.Add(step)))["logits"]
+        assert close(got, wanted)
+        assert not close(got, clean)
+    for address in model.points().served():
+        if "mix" in address.name or "write" in address.name:
+            with pytest.raises(locant.PointUnavailable, match="coefficient"):
+                model.capture(ids, "logits", edits=locant.Edit(address, locant.Set(0.0)))

@@ -91,7 +91,7 @@ class Trial:
         for name, equation in after.items():
             if not equation.error <= tolerance:
                 return self._refused(
-                    f"what follows from it does not see it: {name} (relative error {equation.error:.2g})"
+                    f"an identity does not hold for what was written: {name} (relative error {equation.error:.2g})"
                 )
         return Verdict("proven", max([error, *(q.error for q in after.values())]), "", tuple(after))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -252,17 +252,24 @@ class Edit:
         object.__setattr__(self, "where", where or Where())
 
 
-Edits = Edit | Sequence[Edit]
+@runtime_checkable
+class Steering(Protocol):
+    """What stands for edits: a :class:`locant.SteeringSpec`."""
+
+    def edits(self) -> list[Edit]: ...
+
+
+Edits = Edit | Steering | Sequence[Edit | Steering]
 
 
 def as_edits(edits: Edits) -> list[Edit]:
-    """One edit or several.
+    """One edit, several, or what stands for them.
 
     Raises:
         EditError: something else.
     """
-    listed = [edits] if isinstance(edits, Edit) else list(edits)
-    wrong = next((e for e in listed if not isinstance(e, Edit)), None)
+    listed = [edits] if isinstance(edits, (Edit, Steering)) else list(edits)
+    wrong = next((e for e in listed if not isinstance(e, (Edit, Steering))), None)
     if wrong is not None:
         raise EditError(f"{wrong!r} is no edit", instead="pass Edit(address, operation, where)")
-    return listed
+    return [edit for one in listed for edit in ([one] if isinstance(one, Edit) else one.edits())]

@@ -277,7 +277,7 @@ class EagerModel:
             return taps.run(lambda: self.hf(**inputs, use_cache=False), len(batch), keep, grad, change)
 
     def _changes(self, edits: Sequence[Edit], plan: Plan, batch: Batch) -> Changes:
-        stacked = {a: a.point is not None and "stream" in a.point.axes for a in plan.writes}
+        stacked = {a: a.point is not None and "stream" in a.point.axes and a.stream is None for a in plan.writes}
         targets = {a: Target(plan.layouts[a], self._catalogue.width(a), stacked[a]) for a in plan.writes}
         special: Sequence[int] = () if self.tokenizer is None else self.tokenizer.all_special_ids
         if self.tokenizer is None and any(not edit.where.special_tokens for edit in edits):
@@ -324,7 +324,7 @@ class EagerModel:
             return site, Verdict("refused", None, f"it cannot be written on this model: {error}")
         base, written = ({a: t.to(ids.device) for a, t in tape.items()} for tape in (base, written))
         if address.name == "resid_streams":  # the same stack as the residual, which the identities name
-            written[Address("resid_post", address.layer)] = written[address]
+            written[Address("resid_post", address.layer)] = written[replace(address, stream=None)]
         got = written[address]
         sides = [Evidence(anatomy, tape, ids, self.hf.get_submodule) for tape in (base, written)]
         with self._undisturbed(grad=False):
