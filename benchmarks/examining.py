@@ -35,7 +35,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LOCANT_CACHE"] = folder
-        jobs = {"found and proven anew": model.examine, "recalled from disk": lambda: EagerModel(model.hf)}
+        jobs = {"found and proven anew": model.examine, "recalled from disk": lambda: EagerModel(model.hf, recall=True)}
         for job in jobs.values():
             job()
         ratios: dict[str, list[float]] = {name: [] for name in jobs}

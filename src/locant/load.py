@@ -93,7 +93,9 @@ def load_model(
             instead="pass a hub id, a folder with a config.json, a .gguf file, or a model object",
         ) from error
     hf = hf.eval()
-    return _introduced(EagerModel(hf if device is None else _moved(hf, device), tokenizer, str(source), revision))
+    return _introduced(
+        EagerModel(hf if device is None else _moved(hf, device), tokenizer, str(source), revision, recall=True)
+    )
 
 
 def _loader(place: str, shared: Mapping[str, Any]) -> Any:

@@ -31,8 +31,8 @@ def examined(monkeypatch, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt2"])
 def test_the_same_model_is_examined_once_and_reads_the_same(examined, family):
     ids = torch.arange(3, 9)[None]
-    first = EagerModel(fresh(family))
-    again = EagerModel(fresh(family))
+    first = EagerModel(fresh(family), recall=True)
+    again = EagerModel(fresh(family), recall=True)
     assert len(examined) == 1
     assert [(r.address, r.proof, r.error, r.how) for r in first.points()] == [
         (r.address, r.proof, r.error, r.how) for r in again.points()
@@ -43,51 +43,80 @@ def test_the_same_model_is_examined_once_and_reads_the_same(examined, family):
 
 
 def test_a_changed_weight_is_another_model(examined):
-    EagerModel(fresh("llama"))
+    EagerModel(fresh("llama"), recall=True)
     changed = fresh("llama")
     with torch.no_grad():
         changed.model.layers[0].mlp.down_proj.weight.zero_()
-    EagerModel(changed)
+    EagerModel(changed, recall=True)
     assert len(examined) == 2
 
 
 def test_another_kernel_or_dtype_is_another_model(examined):
-    EagerModel(fresh("llama"))
+    EagerModel(fresh("llama"), recall=True)
     other = fresh("llama")
     other.set_attn_implementation("eager" if other.config._attn_implementation != "eager" else "sdpa")
-    EagerModel(other)
-    EagerModel(fresh("llama").to(torch.float64))
+    EagerModel(other, recall=True)
+    EagerModel(fresh("llama").to(torch.float64), recall=True)
     assert len(examined) == 3
 
 
 def test_a_model_with_hooks_of_its_own_is_not_remembered(examined, tmp_path):
     hf = fresh("llama")
     hf.model.layers[0].register_forward_hook(lambda *_: None)
-    EagerModel(hf)
-    EagerModel(hf)
+    EagerModel(hf, recall=True)
+    EagerModel(hf, recall=True)
     assert len(examined) == 2
     assert not list(tmp_path.iterdir())
 
 
 def test_a_spoilt_file_is_made_anew(examined, tmp_path):
-    EagerModel(fresh("llama"))
+    EagerModel(fresh("llama"), recall=True)
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    EagerModel(fresh("llama"))
+    EagerModel(fresh("llama"), recall=True)
     assert len(examined) == 2
     assert len(file.read_bytes()) == len(whole)
 
 
 def test_asking_for_an_examination_makes_one(examined):
-    model = EagerModel(fresh("llama"))
+    model = EagerModel(fresh("llama"), recall=True)
     model.examine()
     assert len(examined) == 2
 
 
 def test_nothing_is_kept_where_no_folder_is_named(examined, monkeypatch, tmp_path):
     monkeypatch.setenv("LOCANT_CACHE", "")
+    EagerModel(fresh("llama"), recall=True)
+    EagerModel(fresh("llama"), recall=True)
+    assert len(examined) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_object_is_examined_each_time_unless_asked(examined):
     EagerModel(fresh("llama"))
     EagerModel(fresh("llama"))
     assert len(examined) == 2
+
+
+@pytest.mark.parametrize("change", ["forward", "class"])
+def test_code_of_its_own_is_not_remembered(examined, tmp_path, change):
+    hf = fresh("llama")
+    if change == "forward":
+        mlp = hf.model.layers[0].mlp
+        mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x))
+    else:
+        hf.__class__ = type("Mine", (type(hf),), {})
+    model = EagerModel(hf, recall=True)
+    EagerModel(hf, recall=True)
+    assert len(examined) == 2
     assert not list(tmp_path.iterdir())
+    if change == "forward":
+        assert "up_proj" in model.points()["mlp_pre.0"].how
+
+
+def test_a_config_that_cannot_be_written_down_is_no_failure(examined):
+    hf = fresh("llama")
+    hf.config.odd = {1, 2}
+    EagerModel(hf, recall=True)
+    assert examined

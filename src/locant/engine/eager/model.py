@@ -50,6 +50,7 @@ class EagerModel:
         hf: the model. Use :func:`locant.load_model` to load one from a name or a file.
         tokenizer: for prompts given as text; token ids work without one.
         name, revision: what captures say they come from.
+        recall: take what an earlier process proved of the same model; for one that was loaded and not changed since.
 
     Attributes:
         hf: the Hugging Face model itself.
@@ -64,6 +65,7 @@ class EagerModel:
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str | None = None,
         revision: str | None = None,
+        recall: bool = False,
     ) -> None:
         self.hf = _plain(hf)
         self.tokenizer = tokenizer
@@ -72,7 +74,7 @@ class EagerModel:
         self._lock = threading.RLock()
         self._plans: dict[object, tuple[Plan, Taps, Origin]] = {}
         self._written: dict[Address, tuple[Site, Verdict]] = {}
-        self._examined_by(lambda: recalled(self.hf, self._examine))
+        self._examined_by(lambda: recalled(self.hf, self._examine) if recall else self._examine())
 
     def examine(self) -> None:
         """Find and prove the points again, after the model was changed: an adapter added, weights edited.

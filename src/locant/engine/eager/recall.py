@@ -22,6 +22,7 @@ from locant import __version__
 from locant.anatomy.survey import attention_in_use
 from locant.engine.plan import Catalogue
 
+_OWN = ("_forward_hooks", "_forward_pre_hooks", "forward")
 _SAMPLED = 64
 """Numbers of each weight that its identity rests on, evenly spread."""
 
@@ -33,10 +34,13 @@ def recalled(hf: PreTrainedModel, examine: Callable[[], Catalogue]) -> Catalogue
     ``LOCANT_CACHE`` names another folder than ``~/.cache/locant``; empty, nothing is kept.
     """
     folder = os.environ.get("LOCANT_CACHE", str(Path.home() / ".cache" / "locant"))
-    identity = _identity(hf) if folder else None
+    try:
+        identity = _identity(hf) if folder else None
+        path = Path(folder).expanduser() / f"{identity}.catalogue"
+    except (OSError, TypeError, RuntimeError):  # a config, a weight or a home that cannot be written down
+        identity, path = None, Path()
     if identity is None:
         return examine()
-    path = Path(folder).expanduser() / f"{identity}.catalogue"
     try:
         kept = pickle.loads(path.read_bytes())  # noqa: S301 - the user's own folder, as models are
     except Exception:  # noqa: BLE001 - no file, half a file, or one that another version wrote
@@ -60,10 +64,11 @@ def _keep(path: Path, catalogue: Catalogue) -> None:
 
 
 def _identity(hf: PreTrainedModel) -> str | None:
-    """``None`` for a model that cannot be told from another: weights elsewhere, hooks of its own."""
+    """``None`` for a model that cannot be told from another: weights elsewhere, hooks or code of its own."""
     tensors = list(chain(hf.named_parameters(), hf.named_buffers()))
-    hooked = any(vars(m).get(hooks) for m in hf.modules() for hooks in ("_forward_hooks", "_forward_pre_hooks"))
-    if hooked or any(t.device.type == "meta" for _, t in tensors):
+    hooked = any(vars(m).get(hooks) for m in hf.modules() for hooks in _OWN)
+    foreign = any(not type(m).__module__.startswith(("transformers.", "torch.")) for m in hf.modules())
+    if hooked or foreign or any(t.device.type == "meta" for _, t in tensors):
         return None
     digest = hashlib.sha256()
     for part in chain(_code(hf), (f"{name} {type(m).__qualname__}" for name, m in hf.named_modules())):
