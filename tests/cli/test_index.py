@@ -163,3 +163,16 @@ def test_the_sizes_of_a_config_are_those_of_its_model(tmp_path):
 def test_the_embedded_models_config_states_its_sizes(embedded):
     stated, _ = indexing.read_facts("smollm2-135m")
     assert Facts(**stated.to_dict()) == Facts(**embedded.facts.to_dict())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{activation: resid.post, activation: mlp.out, location: [layer]}",
+        "{activation: resid.post, location: [layer], filter: [{layer: 1, layer: 2}]}",
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(config, facts):
+    done = run("index", config, "--facts", facts)
+    assert done.code != 0
+    assert "stands twice" in done.err

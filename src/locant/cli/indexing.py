@@ -126,7 +126,7 @@ def _locators(config: str) -> dict[Side, ModelLocatorConfig]:
     inline = config.lstrip().startswith("{")
     path = "the locator" if inline else config
     try:
-        held: object = yaml.safe_load(config if inline else Path(config).read_text(encoding="utf-8"))
+        held: object = yaml.load(config if inline else Path(config).read_text(encoding="utf-8"), _Strict)  # noqa: S506
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise LocatorError(f"{path} cannot be read: {' '.join(str(error).split())}", "it is YAML or JSON") from error
     sides: tuple[Side, ...] = ("source", "target")
@@ -140,6 +140,17 @@ def _locators(config: str) -> dict[Side, ModelLocatorConfig]:
             where = f"{path}, {side}" if named else path
             raise LocatorError(f"{where}: {error.asked}", error.has, error.instead) from error
     return found
+
+
+class _Strict(yaml.SafeLoader):
+    """Plain YAML in which no key of a mapping stands twice; the first one would silently count for nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice} stands twice in one mapping", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _tokens(text: str | None) -> int | list[int] | None:
