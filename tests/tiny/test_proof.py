@@ -1,5 +1,6 @@
 """The proof refuses a wrong tensor, whatever else is right: every test here reads some point at a wrong place."""
 
+import copy
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from locant.anatomy.evidence import Evidence
 from locant.anatomy.proof import Verdict, prove
 from locant.anatomy.sites import Channels, ModuleSite, OpSite, Site, View
 from locant.anatomy.survey import survey
+from locant.engine.eager.model import EagerModel
 
 FAMILIES = pytest.mark.parametrize("family", families.FAMILIES)
 LAYER = 1
@@ -364,3 +366,20 @@ def test_a_point_no_identity_speaks_of_is_refused():
     verdict = prove(evidence)[Address("lm_head")]
     assert verdict.state == "refused"
     assert "nothing proves it" in verdict.reason
+
+
+def test_a_linear_map_whose_result_is_thrown_away_is_not_the_output_projection():
+    hf = copy.deepcopy(families.tiny("llama"))
+    attention = hf.model.layers[0].self_attn
+    attention.probe = torch.nn.Linear(hf.config.hidden_size, hf.config.hidden_size)
+    forward = attention.forward
+
+    def probed(*args, **kwargs):
+        result = forward(*args, **kwargs)
+        attention.probe(result[0])
+        return result
+
+    attention.forward = probed
+    model = EagerModel(hf)
+    assert model.points()["attn_out.0"].how == "model.layers.0.self_attn.o_proj.output"
+    assert model.points()["z.0"].served

@@ -301,6 +301,9 @@ def _head_layout(value: Value | None, n_pos: int) -> Any:
 
 def _output(scope: Scope, mixer: Event, core: Core, found: Found) -> None:
     linears = [e for e in scope.events if core.mix.index < e.index < mixer.end and is_linear(e)]
+    given = mixer.output()
+    used = {id(v) for v in scope.trace.ancestors(given, mixer.index)} if given is not None else set[int]()
+    linears = [e for e in linears if id(e.output()) in used] or linears
     if not linears:
         reason = "no output projection follows the attention"
         found.absent |= dict.fromkeys(["z", "attn_out", "attn_out_post"], reason)
